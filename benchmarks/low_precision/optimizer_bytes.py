@@ -41,7 +41,7 @@ ROWS = {
 
 def bytes_of_run(run: Any) -> tuple[int, int, int]:
     """Return the bytes on this rank of main weights, of gradients before a step, and of moments."""
-    from megatron.mcore_adapter.core_optimizers import gradient_of
+    from megatron.mcore_adapter.precision_aware import gradient_of
 
     chunk = run.model[0]
     chunk.finish_grad_sync()

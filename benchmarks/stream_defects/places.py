@@ -77,6 +77,7 @@ OTHER_MEANINGS = {
     "megatron/mcore_adapter/checkpoints/vocabulary_padding.py": "the same",
     "megatron/mcore_adapter/checkpoint_entries.py": "the same",
     "megatron/mcore_adapter/core_optimizers.py": "the same",
+    "megatron/mcore_adapter/precision_aware.py": "the same",
     "megatron/mcore_adapter/megatron_lm/loop_optimizer.py": "the same",
     "megatron/mcore_adapter/megatron_lm/loop_checkpoints.py": "waits for files and processes",
     "megatron/mcore_adapter/megatron_lm/gpt_program.py": "imports a loop that 0.16 does not have",

@@ -42,19 +42,22 @@ def mesh_axes(
 
     Args:
         module: the model.
-        ddp_config: whether the outer axis shards, and all-gathers have a group of their own.
+        ddp_config: ``outer_dp_sharding_strategy`` and ``create_all_gather_group`` are read.
         groups: the process groups of this rank.
         pg_collection: the source of ``groups``; None: ``parallel_state``.
-        device: None: the accelerator if there is one, otherwise the CPU.
+        device: device of the mesh. None: the accelerator if there is one, otherwise the CPU.
     """
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     device_type = torch.device(device).type
     has_experts = any(belongs_to_expert(*named) for named in module.named_parameters())
-    tensor, outer = groups["tp_group"], groups["inter_dist_opt_group"]
-    tensor_of_experts = expert_tensor_group(pg_collection) if has_experts else None
-    tensor_groups = (tensor, tensor_of_experts)
-    has_tensor_axis = any(group is not None and group.size() > 1 for group in tensor_groups)
+    outer = groups["inter_dist_opt_group"]
+    tensor = groups["tp_group"]
+    has_tensor_axis = tensor is not None and tensor.size() > 1
+    tensor_of_experts = None
+    if has_experts:
+        tensor_of_experts = expert_tensor_group(pg_collection)
+        has_tensor_axis |= tensor_of_experts.size() > 1
     if not has_tensor_axis:
         tensor = tensor_of_experts = None
     dense = _mesh(device_type, tensor, groups["intra_dp_cp_group"], outer)
@@ -66,15 +69,22 @@ def mesh_axes(
         data_parallel = groups["dp_cp_group"]
         assert data_parallel is not None  # every model has one
         gather = all_gather_group(pg_collection, data_parallel)
-    is_hybrid = outer is not None
+    outer_dim = hybrid_group = hybrid_expert_group = None
+    shards_outer = False
+    if outer is not None:
+        outer_dim = OUTER_AXIS
+        shards_outer = ddp_config.outer_dp_sharding_strategy != "no_shard"
+        hybrid_group = groups["dp_cp_group"]
+        if has_experts:
+            hybrid_expert_group = groups["expt_dp_group"]
     return FSDPDistributedIndex(
         dense,
         dp_shard_dim=SHARD_AXIS,
-        dp_outer_dim=OUTER_AXIS if is_hybrid else None,
+        dp_outer_dim=outer_dim,
         tp_dim=TENSOR_AXIS if has_tensor_axis else None,
-        hybrid_fsdp_group=groups["dp_cp_group"] if is_hybrid else None,
-        hybrid_fsdp_expt_group=groups["expt_dp_group"] if is_hybrid and has_experts else None,
-        hsdp_outer_dp_shard=is_hybrid and ddp_config.outer_dp_sharding_strategy != "no_shard",
+        hybrid_fsdp_group=hybrid_group,
+        hybrid_fsdp_expt_group=hybrid_expert_group,
+        hsdp_outer_dp_shard=shards_outer,
         expt_device_mesh=expert,
         fsdp_group_ag=gather,
     )
@@ -94,7 +104,7 @@ def complete(
 ) -> ProcessGroupCollection | None:
     """Return a collection with groups of this rank alone where it lacks those of axes of size one.
 
-    Megatron-Core demands the groups of all axes. What is missing otherwise is left to its message.
+    Megatron-Core demands the groups of all axes, and names those that are missing otherwise.
     """
     if collection is None:
         return None
@@ -132,14 +142,16 @@ def _mesh(
     outer: dist.ProcessGroup | None,
 ) -> DeviceMesh:
     """Create a mesh of the axes that are not None: tensor, inner, outer; a collective."""
-    axes = {TENSOR_AXIS: tensor, SHARD_AXIS: inner, OUTER_AXIS: outer}
-    groups = {name: group for name, group in axes.items() if group is not None}
+    names = []
+    groups = []
+    for name, group in ((TENSOR_AXIS, tensor), (SHARD_AXIS, inner), (OUTER_AXIS, outer)):
+        if group is not None:
+            names.append(name)
+            groups.append(group)
     if len(groups) == 1:
-        return DeviceMesh.from_group(groups[SHARD_AXIS], device_type, mesh_dim_names=(SHARD_AXIS,))
-    ranks = _ranks([*groups.values()], device_type)
-    return DeviceMesh.from_group(
-        [*groups.values()], device_type, mesh=ranks, mesh_dim_names=tuple(groups)
-    )
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=(SHARD_AXIS,))
+    ranks = _ranks(groups, device_type)
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(names))
 
 
 def _ranks(groups: list[dist.ProcessGroup], device_type: str) -> torch.Tensor:

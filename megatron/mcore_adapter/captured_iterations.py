@@ -15,10 +15,11 @@ def captures_iterations(settings: Any) -> bool:
     Raises:
         ValueError: they ask for graphs of layers.
     """
-    impl, scope = settings.cuda_graph_impl, getattr(settings, "cuda_graph_scope", None) or []
+    impl = settings.cuda_graph_impl
     if impl == "none":
         return False
-    names = [getattr(each, "name", each) for each in scope]
+    scope = getattr(settings, "cuda_graph_scope", None) or []
+    names = [getattr(entry, "name", entry) for entry in scope]
     if impl != "full_iteration" and not (impl == "local" and names == ["full_iteration"]):
         raise ValueError(
             f"cuda_graph_impl {impl}: Megatron-Core calls captured layers past the hooks that"
@@ -45,9 +46,11 @@ def call_with_new_weights(wrapper: FullCudaGraphWrapper, *args: Any, **kwargs: A
     """Run, capture or replay an iteration; a graph must gather the weights of every step."""
     # An evaluation may have gathered them: the capture would then have no gathers.
     stage = "validation" if kwargs["forward_only"] else "training"
-    model = kwargs["model"]
     if wrapper.curr_iter(stage) == wrapper.cuda_graph_warmup_steps:
-        for chunk in model if isinstance(model, list) else [model]:
+        chunks = kwargs["model"]
+        if not isinstance(chunks, list):
+            chunks = [chunks]
+        for chunk in chunks:
             if hasattr(chunk, "param_and_grad_buffer"):
                 chunk.param_and_grad_buffer.copy_main_weights_to_model_weights()
     return _original_call(wrapper, *args, **kwargs)

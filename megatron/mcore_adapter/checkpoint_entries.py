@@ -29,6 +29,8 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 
 Settings = dict[str, Any]
 """The settings of a param group: learning rate, weight decay and so on."""
+Rename = Callable[[str], str]
+"""Maps the name of a parameter or module in the model to that in the file."""
 
 
 def named_parameters(model: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
@@ -41,50 +43,66 @@ def named_parameters(model: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
 
 def sharded_params(model: Iterable[nn.Module]) -> dict[str, ShardedParam]:
     """Return the sharded parameters on this rank by their names without wrappers."""
-    parameters = named_parameters(model)
-    return {plain_name(name): sharded_param_of(parameters[name]) for name in parameters}
+    found = {}
+    for name, parameter in named_parameters(model).items():
+        found[plain_name(name)] = sharded_param_of(parameter)
+    return found
 
 
 def own_extra_states(model: Iterable[nn.Module]) -> dict[str, bytes]:
-    """Return what modules have beside weights, by their names, as bytes: scales, or nothing.
+    """Return the extra states of modules by their keys, as bytes: scales, or nothing.
 
-    Those of grouped experts are left out: one has the scales of all experts of a rank.
+    Those of grouped experts are left out, since each has the scales of all experts of a rank.
     """
     found = {}
     for chunk in model:
         for key, value in chunk.state_dict().items():
             is_grouped = is_expert(key) and ".local_experts." not in key
-            if key.endswith(EXTRA_STATE) and not is_grouped:
-                is_tensor = isinstance(value, torch.Tensor)
-                found[key] = value.numpy().tobytes() if is_tensor else b""
+            if not key.endswith(EXTRA_STATE) or is_grouped:
+                continue
+            found[key] = b""
+            if isinstance(value, torch.Tensor):
+                found[key] = value.numpy().tobytes()
     return found
 
 
-def extra_states(
-    model: Iterable[nn.Module], name_in_file: Callable[[str], str]
-) -> dict[str, bytes]:
+def extra_states(model: Iterable[nn.Module], name_in_file: Rename) -> dict[str, bytes]:
     """Return the extra states that are not empty by the file's names: delayed scaling has some."""
-    own = own_extra_states(model)
-    return {MODEL_PREFIX + name_in_file(key): value for key, value in own.items() if value}
+    states = {}
+    for key, value in own_extra_states(model).items():
+        if value:
+            states[MODEL_PREFIX + name_in_file(key)] = value
+    return states
 
 
 def scales_to_load(
     args: argparse.Namespace,
     model: Iterable[nn.Module],
-    name_in_file: Callable[[str], str],
+    name_in_file: Rename,
     stored: Container[str],
 ) -> dict[str, None]:
-    """Return entries for the extra states that the file has; runs without scales ask for none."""
+    """Return entries for the extra states that the file has; runs without scales ask for none.
+
+    Args:
+        args: arguments of the run; only fp8 with the recipe "delayed" has scales to load.
+        model: chunks of this pipeline stage.
+        name_in_file: maps a key of the model to that of the file.
+        stored: keys of the file.
+    """
     if not getattr(args, "fp8", None) or getattr(args, "fp8_recipe", "") != "delayed":
         return {}
-    keys = [MODEL_PREFIX + name_in_file(key) for key in own_extra_states(model)]
-    return {key: None for key in keys if f"model.{key}" in stored}
+    entries: dict[str, None] = {}
+    for name in own_extra_states(model):
+        key = MODEL_PREFIX + name_in_file(name)
+        if f"model.{key}" in stored:
+            entries[key] = None
+    return entries
 
 
 def load_own_state(chunk: nn.Module, extra_state: Callable[[str], bytes | None]) -> None:
-    """Let a model take the values that were read in place, and those of its modules' extra states.
+    """Install the values that were read in place, and the extra states of modules, in a model.
 
-    The modules keep the extra states for which the function returns nothing.
+    ``extra_state`` returns the one of a key; where it returns nothing, a module keeps its own.
     """
     state: dict[str, Any] = {}
     for key, value in chunk.state_dict().items():
@@ -101,7 +119,7 @@ def entries_of(
     """Return the entries of one value by name: the value, or the two halves of a gated weight.
 
     Args:
-        name: of the whole value in the file, with or without wrappers.
+        name: name of the whole value in the file, with or without wrappers.
         value: a DTensor of the parameter's shape, or anything else (a buffer, a step counter),
             which is the same for both halves.
         sharded: the parameter that the value belongs to; None for a value that is stored unchanged.
@@ -121,7 +139,7 @@ def entries_of(
 def state_entries(
     state: Mapping[str, Mapping[str, Any]],
     sharded: Mapping[str, ShardedParam],
-    name_in_file: Callable[[str], str] = str,
+    name_in_file: Rename = str,
     gated: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Return the optimizer's state by the names of entries, as :func:`entries_of` divides it.
@@ -135,7 +153,8 @@ def state_entries(
     """
     entries: dict[str, dict[str, Any]] = {}
     for wrapped, slots in state.items():
-        name, parameter = name_in_file(wrapped), sharded.get(plain_name(wrapped))
+        name = name_in_file(wrapped)
+        parameter = sharded.get(plain_name(wrapped))
         for slot, value in slots.items():
             for entry, part in entries_of(name, value, parameter, gated).items():
                 entries.setdefault(entry, {})[slot] = part
@@ -151,20 +170,32 @@ def settings_of_group(
         The settings of the first parameter that the file has (empty if it has none), its name, and
         the names of parameters with other settings.
     """
-    known = {name: without_layout(saved[name]) for name in names if name in saved}
-    if not known:
-        return {}, "", []
-    first = next(iter(known))
-    return known[first], first, [name for name in known if known[name] != known[first]]
+    first = ""
+    common: Settings = {}
+    others = []
+    for name in names:
+        if name not in saved:
+            continue
+        settings = without_layout(saved[name])
+        if not first:
+            first = name
+            common = settings
+        elif settings != common:
+            others.append(name)
+    return common, first, others
 
 
 def drop_absent_settings(
-    asked: dict[str, Settings], keys: Container[str], name_in_file: Callable[[str], str] = str
+    asked: dict[str, Settings], keys: Container[str], name_in_file: Rename = str
 ) -> None:
     """Remove parameters that the file does not have from the settings to load, in place.
 
-    In a partial load they get the settings of the other parameters of their group. ``name_in_file``
-    maps a name of ``asked`` to that in the file.
+    In a partial load they get the settings of the other parameters of their group.
+
+    Args:
+        asked: settings to load, by the names of parameters.
+        keys: keys of the file.
+        name_in_file: maps a name of ``asked`` to that in the file.
     """
     for name, settings in list(asked.items()):
         start = f"{META_PREFIX}{name_in_file(name)}"

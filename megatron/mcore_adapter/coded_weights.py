@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that Transformer Engine's layers store, and ranks gather, as codes of few bits."""
+"""Weights that Transformer Engine's layers store quantized, and that ranks all-gather as codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.checkpoint.core.spelling import plain_name
 from megatron.fsdp.engine.param_group import ParamGroup
 
 CODE_BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
-"""Bytes of an element that is gathered in a recipe, with its part of a block's scale; else 1."""
+"""Bytes to all-gather for one element, with its part of a block's scale; other recipes need 1."""
 
 PLAIN = {"fp8": None, "fp4": None, "fp8_param_gather": False, "fp4_param": False}
 """Arguments of a run whose weights are plain tensors, which any device can make."""
@@ -21,22 +21,25 @@ PLAIN = {"fp8": None, "fp4": None, "fp8_param_gather": False, "fp4_param": False
 
 def code_bytes(args: argparse.Namespace) -> float:
     """Return the bytes of an element that a run gathers as a code; 0 if weights are plain."""
-    for bits, gathers in (("fp8", "fp8_param_gather"), ("fp4", "fp4_param")):
-        if getattr(args, bits, None) and getattr(args, gathers, False):
-            return CODE_BYTES.get(getattr(args, f"{bits}_recipe"), 1.0)
+    if getattr(args, "fp8", None) and getattr(args, "fp8_param_gather", False):
+        return CODE_BYTES.get(args.fp8_recipe, 1.0)
+    if getattr(args, "fp4", None) and getattr(args, "fp4_param", False):
+        return CODE_BYTES.get(args.fp4_recipe, 1.0)
     return 0
 
 
 def coded_weights(args: argparse.Namespace, chunk: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of a model chunk that are codes: the matrices of layers in few bits."""
+    """Return the weights of a model chunk that are quantized: matrices of layers in fp8 or fp4."""
     if not code_bytes(args):
         return {}
-    first, last = 0, args.num_layers
+    num_bf16_first = 0
+    last = args.num_layers
     if getattr(args, "first_last_layers_bf16", False):
-        first, last = args.num_layers_at_start_in_bf16, last - args.num_layers_at_end_in_bf16
+        num_bf16_first = args.num_layers_at_start_in_bf16
+        last -= args.num_layers_at_end_in_bf16
     found: dict[str, nn.Parameter] = {}
     for name, layer in layers_of(chunk).items():
-        if first < layer.layer_number <= last:
+        if num_bf16_first < layer.layer_number <= last:  # they count from 1
             for inner, parameter in layer.named_parameters(prefix=name):
                 if ".linear_" in inner and parameter.dim() == 2:
                     found[plain_name(inner)] = parameter
@@ -44,16 +47,27 @@ def coded_weights(args: argparse.Namespace, chunk: nn.Module) -> dict[str, nn.Pa
 
 
 def gathered_part(group: ParamGroup, coded: Container[str], code_bytes: float) -> float:
-    """Return the part of its bytes that a group gathers, if some weights are gathered as codes."""
-    whole = travel = 0.0
+    """Return the bytes that a group all-gathers as a fraction of those of its unquantized weights.
+
+    Args:
+        group: weights, which a simulation has in their compute dtype.
+        coded: names, without wrappers, of weights that are gathered as codes.
+        code_bytes: bytes of each of their elements; 0 if no weight is gathered as codes.
+    """
+    whole = gathered = 0.0
     for name, parameter in zip(group.names, group.parameters, strict=True):
-        is_coded = code_bytes and plain_name(name) in coded
-        whole += parameter.numel() * parameter.element_size()
-        travel += parameter.numel() * (code_bytes if is_coded else parameter.element_size())
-    return travel / whole
+        num_bytes: float = parameter.numel() * parameter.element_size()
+        whole += num_bytes
+        if code_bytes and plain_name(name) in coded:
+            num_bytes = parameter.numel() * code_bytes
+        gathered += num_bytes
+    return gathered / whole
 
 
 def layers_of(chunk: nn.Module) -> dict[str, TransformerLayer]:
     """Return the transformer layers of a model chunk, by their names."""
-    modules = chunk.named_modules()
-    return {name: each for name, each in modules if isinstance(each, TransformerLayer)}
+    layers = {}
+    for name, module in chunk.named_modules():
+        if isinstance(module, TransformerLayer):
+            layers[name] = module
+    return layers

@@ -148,10 +148,13 @@ class MegatronCoreInitialiser(Initialiser):
             drawn_in: dtype in which the constructor makes the whole weight on a CPU.
         """
         on_cpu = self._on_cpu
-        if self._config_of(module).use_cpu_initialization if on_cpu is None else on_cpu:
+        if on_cpu is None:
+            on_cpu = self._config_of(module).use_cpu_initialization
+        if on_cpu:
             # Every rank draws the whole weight and keeps its own slice, so the weights do not
             # depend on the number of ranks.
-            dim, whole = module.weight.partition_dim, list(weight.shape)
+            dim = module.weight.partition_dim
+            whole = list(weight.shape)
             whole[dim] *= module.tp_group.size()
             _initialize_affine_weight_cpu(
                 weight,
@@ -166,9 +169,12 @@ class MegatronCoreInitialiser(Initialiser):
                 skip_set_tensor_parallel_attributes=True,  # the constructor has
             )
             return
-        is_expert = getattr(module, "is_expert", False)
         tracker = get_cuda_rng_tracker()
-        with tracker.fork(get_expert_parallel_rng_tracker_name()) if is_expert else tracker.fork():
+        if getattr(module, "is_expert", False):
+            generator = tracker.fork(get_expert_parallel_rng_tracker_name())
+        else:
+            generator = tracker.fork()
+        with generator:
             init_method(weight)
 
 

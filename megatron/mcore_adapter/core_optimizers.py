@@ -6,13 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
-from functools import partial
-from itertools import chain, filterfalse
-from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,11 +27,11 @@ from torch.optim.optimizer import (
 )
 
 from megatron.fsdp.dtensor.sharded_param import sharded_param_of
-from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.optimizer.matrix.owner_update import OwnerUpdate
 from megatron.fsdp.optimizer.optimizer_state import initial_state
 from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.mcore_adapter.fused_gradients import set_attributes
+from megatron.mcore_adapter.precision_aware import check_precision, prepare_precision_aware
 
 # ---- state before the first step
 
@@ -50,16 +44,17 @@ def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
-        inner = inner.adam if isinstance(inner, MuonAndAdam) else inner
         if inner is None:
             continue
+        if isinstance(inner, MuonAndAdam):
+            inner = inner.adam
         if type(inner).__module__.split(".")[0] == "torch":
             _fill_state(inner)
             continue
         # Fused optimizers (Transformer Engine's and Apex's) create their own, with steps by group.
         part.init_state_fn(inner, part.config)
         for group in inner.param_groups:
-            if "betas" in group:  # Muon counts none
+            if "betas" in group:  # Muon does not count steps
                 group.setdefault("step", 0)
 
 
@@ -85,33 +80,48 @@ def build_muon(
     """Build Muon and Adam over sharded models, as one optimizer inside of Megatron-Core's.
 
     Args:
-        config: of Muon and of Adam.
+        config: settings of both; Muon's fields begin with ``muon_``.
         model: chunks of this pipeline stage.
         settings: other arguments of ``get_megatron_optimizer``.
     """
-    of_adam = copy(config)
-    of_adam.optimizer = "adam"
-    distributed = get_megatron_optimizer(of_adam, model, **settings)
+    adam_config = copy(config)
+    adam_config.optimizer = "adam"
+    distributed = get_megatron_optimizer(adam_config, model, **settings)
     adam = distributed.optimizer
-    groups = []
-    for group in adam.param_groups:
-        own = {key: value for key, value in group.items() if key not in adam.defaults}
-        groups.append({**own, "params": list(filter(is_matrix, group["params"]))})
-        group["params"] = list(filterfalse(is_matrix, group["params"]))
-    kind, settings_of_muon = _muon_of_owners(), {}
-    for name in inspect.signature(kind).parameters:
+    groups = _take_matrices(adam)
+    muon_class = _muon_of_owners()
+    parameters = inspect.signature(muon_class).parameters
+    arguments: dict[str, Any] = {}
+    for name in parameters:
         for field in (name, f"muon_{name.removesuffix('_beta')}"):  # momentum_beta in 0.17
             if hasattr(config, field):
-                settings_of_muon[name] = getattr(config, field)
-    blockwise = "tp_mode" if "tp_mode" in inspect.signature(kind).parameters else "mode"
-    split = _mark_matrices(model, config.muon_tp_mode == "blockwise")
-    settings_of_muon |= {
-        blockwise: "blockwise",  # to the class, every matrix or slice is a whole one
-        "is_qkv_fn": attrgetter("is_qkv"),
-        "qkv_split_shapes": split,
-    }
-    distributed.optimizer = MuonAndAdam(kind(groups, **settings_of_muon), adam)
+                arguments[name] = getattr(config, field)
+    # The class gets whole matrices, or slices that it is to treat like whole ones.
+    mode = "tp_mode" if "tp_mode" in parameters else "mode"
+    arguments[mode] = "blockwise"
+    arguments["is_qkv_fn"] = lambda parameter: parameter.is_qkv
+    arguments["qkv_split_shapes"] = _mark_matrices(model, config.muon_tp_mode == "blockwise")
+    distributed.optimizer = MuonAndAdam(muon_class(groups, **arguments), adam)
     return distributed
+
+
+def _take_matrices(adam: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Move matrices out of the param groups of Adam into groups for Muon, and return these."""
+    groups = []
+    for group in adam.param_groups:
+        muon_group: dict[str, Any] = {"params": []}
+        for key, value in group.items():
+            if key != "params" and key not in adam.defaults:
+                muon_group[key] = value
+        others = []
+        for parameter in group["params"]:
+            if is_matrix(parameter):
+                muon_group["params"].append(parameter)
+            else:
+                others.append(parameter)
+        group["params"] = others
+        groups.append(muon_group)
+    return groups
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
@@ -120,20 +130,32 @@ def is_matrix(parameter: nn.Parameter) -> bool:
 
 
 def _mark_matrices(model: list[MegatronModule], by_slices: bool) -> list[int]:
-    """Mark fused query, key and value, and the slices; return the rows of each of their groups."""
+    """Set ``is_qkv`` and ``slices`` on the matrices that Muon updates.
+
+    Args:
+        model: chunks of this pipeline stage.
+        by_slices: orthogonalize each slice of tensor parallelism by itself.
+
+    Returns:
+        The rows of query (with its gate, if there is one), key and value in a query group.
+    """
     config = get_model_config(model[0])
-    query = config.num_attention_heads // config.num_query_groups * config.kv_channels
-    num_queries = 2 if getattr(config, "attention_output_gate", False) else 1
-    split = [query] * num_queries + [config.kv_channels] * 2
+    query_rows = config.num_attention_heads // config.num_query_groups * config.kv_channels
+    split = [query_rows, config.kv_channels, config.kv_channels]
+    if getattr(config, "attention_output_gate", False):
+        split.insert(0, query_rows)
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             if not is_matrix(parameter):
                 continue
             sharded = sharded_param_of(parameter)
-            rows, dim = sharded.slice.shape[0], sharded.slice.dim or 0
-            number = sharded.slice.shape[dim] // sharded.flat_range.shape[dim] if by_slices else 1
-            is_qkv = "linear_qkv.weight" in name and rows // number % sum(split) == 0
-            set_attributes(sharded.compute, is_qkv=is_qkv, slices=(number, dim))
+            shape = sharded.slice.shape  # of the whole matrix
+            dim = sharded.slice.dim or 0
+            num_slices = 1
+            if by_slices:
+                num_slices = shape[dim] // sharded.flat_range.shape[dim]
+            is_qkv = "linear_qkv.weight" in name and shape[0] // num_slices % sum(split) == 0
+            set_attributes(sharded.compute, is_qkv=is_qkv, slices=(num_slices, dim))
     return split
 
 
@@ -141,7 +163,8 @@ class MuonAndAdam:
     """Two optimizers in the place of the one inside of DistributedOptimizer."""
 
     def __init__(self, muon: torch.optim.Optimizer, adam: torch.optim.Optimizer):
-        self.muon, self.adam = muon, adam
+        self.muon = muon
+        self.adam = adam
         self._owners = OwnerUpdate(type(muon))
         self._owners.prepare(muon)
 
@@ -163,7 +186,7 @@ class MuonAndAdam:
 
 
 def _muon_of_owners() -> Any:
-    """Return a class of Megatron-Core's Muon that orthogonalizes slices as they are marked."""
+    """Return a subclass of Megatron-Core's Muon that orthogonalizes by the attribute ``slices``."""
     try:
         from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
     except ImportError:  # before 0.18
@@ -172,10 +195,11 @@ def _muon_of_owners() -> Any:
 
     class Muon(TensorParallelMuon):
         def orthogonalize(self, p: Any, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            number, dim = p.slices
-            slices = [each.contiguous() for each in grad.chunk(number, dim)]
-            orthogonalize = partial(TensorParallelMuon.orthogonalize, self, p, **kwargs)
-            return torch.cat([*map(orthogonalize, slices)], dim)
+            num_slices, dim = p.slices
+            slices = []
+            for part in grad.chunk(num_slices, dim):
+                slices.append(super().orthogonalize(p, part.contiguous(), **kwargs))
+            return torch.cat(slices, dim)
 
     return Muon
 
@@ -226,14 +250,16 @@ def count_over(wrapper: nn.Module, group: dist.ProcessGroup | None) -> None:
 @functools.wraps(_original_group)
 def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
     wrapper = optimizer.model_chunks[0]
-    return getattr(wrapper, GROUP) if hasattr(wrapper, GROUP) else _original_group(optimizer)
+    if not hasattr(wrapper, GROUP):
+        return _original_group(optimizer)
+    return getattr(wrapper, GROUP)
 
 
 # ---- steps of other optimizers
 #
-# DistributedOptimizer tells the model when its step has changed the main weights. An optimizer of
-# torch does not, so its step is watched. Megatron-Core's other optimizers cannot work: they keep
-# weights of their own, which no forward would ever see.
+# DistributedOptimizer notifies the model when its step has changed the main weights. An optimizer
+# of torch does not, so hooks follow its step. Megatron-Core's other optimizers cannot work: they
+# keep weights of their own, which no forward would ever see.
 
 
 def follow_torch_optimizers(engine: ShardedModule) -> None:
@@ -262,15 +288,19 @@ def follow_torch_optimizers(engine: ShardedModule) -> None:
 
 def _models_of(optimizer: Any) -> set[ShardedModule]:
     """Return the sharded models whose parameters an optimizer steps."""
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return {owner_of(parameter) for parameter in parameters if is_owned(parameter)}
+    models = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if is_owned(parameter):
+                models.add(owner_of(parameter))
+    return models
 
 
 @functools.cache
 def refuse_stale_weights() -> None:
     """Let Megatron-Core's optimizers refuse sharded models they cannot train; once a process."""
-    for kind in (FP32Optimizer, Float16OptimizerWithFloat16Params):
-        kind.__init__ = _refusing_init(kind.__init__)
+    for optimizer_class in (FP32Optimizer, Float16OptimizerWithFloat16Params):
+        optimizer_class.__init__ = _refusing_init(optimizer_class.__init__)
     DistributedOptimizer.__init__ = _preparing_init(DistributedOptimizer.__init__)
 
 
@@ -291,106 +321,18 @@ def _refusing_init(original: Any) -> Any:
     return init
 
 
-# ---- the precision-aware optimizer
-#
-# It is Transformer Engine's FusedAdam over the main weights of a sharded model, so it keeps none of
-# its own. Gradients are on `decoupled_grad`, in the dtype in which they accumulate. A moment in
-# fp16 or fp8 (uint8) has one scale, here for the rank's shard, as in Megatron-Core's own optimizer.
-
-
-class _FusedAdamOnShards(torch.optim.Optimizer):
-    """The methods that the class of a FusedAdam over sharded parameters begins with."""
-
-    name_to_dtype_map: dict[str, torch.dtype]
-
-    def initialize_state(self, param: nn.Parameter, store_param_remainders: bool = False) -> None:
-        """Create the moments of a parameter; Megatron-Core passes no second argument."""
-        super().initialize_state(param, False)  # type: ignore[misc]
-
-    def _initialize_state(self, param: nn.Parameter, state_name: str, **settings: Any) -> None:
-        super()._initialize_state(param, state_name, **settings)  # type: ignore[misc]
-        slots = self.state[param]  # it has made a DTensor of equal shards
-        moment: Any = local_tensor(slots[state_name])
-        if hasattr(moment, "_quantizer"):  # without the transposed copy that GEMMs of Hopper need
-            moment._quantizer.set_usage(columnwise=False)
-            moment.update_usage(columnwise_usage=False)
-        slots[state_name] = sharded_param_of(param).over(moment)
-
-    def _apply_scale(
-        self, name: str, unscaled: torch.Tensor, scaled: torch.Tensor, scale: torch.Tensor
-    ) -> None:
-        """Scale a moment of a shard, which may be empty, or zero as whole tensors rarely are."""
-        if unscaled.numel():
-            super()._apply_scale(name, unscaled, scaled, scale)  # type: ignore[misc]
-            # It has multiplied zeros by the inverse of their scale, which is infinite.
-            codes = getattr(scaled, "_data", scaled)
-            codes.masked_fill_(scale[0].reciprocal().isinf(), 0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict; FusedAdam's has DTensors of equal shards."""
-        return torch.optim.Optimizer.state_dict(self)
-
-
-@contextmanager
-def unscaled_moments(optimizer: MegatronOptimizer | None, is_load: bool = False) -> Iterator[None]:
-    """Let the state have copies in fp32 of moments that have a scale, for a checkpoint.
-
-    In the end, ``is_load`` takes values that were read into the copies.
-    """
-    scaled = []
-    try:
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            inner: Any = getattr(part, "optimizer", None)
-            dtypes = inner.name_to_dtype_map if isinstance(inner, _FusedAdamOnShards) else {}
-            names = [each for each in dtypes if dtypes[each] in (torch.float16, torch.uint8)]
-            for parameter, slots in inner.state.items() if names else ():
-                for name in slots.keys() & names:
-                    unscaled = inner.get_unscaled_state(parameter, name)  # memory may run out
-                    scaled.append((inner, parameter, slots, name, slots[name]))
-                    slots[name] = sharded_param_of(parameter).over(unscaled)
-        yield
-    finally:
-        for inner, parameter, slots, name, moment in scaled:
-            unscaled, slots[name] = local_tensor(slots[name]), moment
-            if is_load:
-                inner.set_scaled_state(parameter, name, unscaled)
-
-
-def gradient_of(parameter: torch.Tensor) -> Any:
-    """Return the gradient that the optimizer of a parameter reads, or None."""
-    decoupled = getattr(parameter, "decoupled_grad", None)
-    return parameter.grad if decoupled is None else decoupled
-
-
 def _preparing_init(original: Any) -> Any:
     @functools.wraps(original)
     def init(optimizer: DistributedOptimizer, /, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
-        inner, config, own = optimizer.optimizer, optimizer.config, optimizer.get_parameters()
-        if inner is None or not own or not all(map(is_owned, own)):
+        parameters = optimizer.get_parameters()
+        if optimizer.optimizer is None or not parameters:
             return
-        aware, field = config.use_precision_aware_optimizer, "megatron_fsdp_use_decoupled_grad"
-        if aware != getattr(optimizer.ddp_config, field, False):
-            raise ValueError(
-                f"use_precision_aware_optimizer={aware} of OptimizerConfig needs {field}={aware} in"
-                " ddp_config: the optimizer would read gradients where none are"
-            )
-        if not aware:
+        if not all(is_owned(parameter) for parameter in parameters):
             return
-        main, field = config.main_params_dtype, "megatron_fsdp_main_params_dtype"
-        if main not in (torch.float32, getattr(optimizer.ddp_config, field, None)):
-            raise ValueError(
-                f"main_params_dtype={main} of OptimizerConfig needs {field}={main} in ddp_config:"
-                " main weights are those of the sharded model"
-            )
-        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # main weights are neither
-        inner.__class__ = type("FusedAdamOnShards", (_FusedAdamOnShards, type(inner)), {})
-        inner.master_weights = inner.store_param_remainders = False
-        inner.use_decoupled_grad = True
-        # Megatron-Core before 0.19 takes norms and zeros of sharded models from `grad`.
-        optimizer.get_parameters = lambda: [
-            SimpleNamespace(**{**vars(each), "grad": gradient_of(each)}) for each in own
-        ]
+        check_precision(optimizer.config, optimizer.ddp_config)
+        if optimizer.config.use_precision_aware_optimizer:
+            prepare_precision_aware(optimizer, parameters)
 
     return init
 

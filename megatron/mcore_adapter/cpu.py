@@ -84,7 +84,7 @@ def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _replace_type_strings() -> None:
-    """Let ``tensor.type()`` say "torch.cuda.FloatTensor", which Megatron-Core compares it with."""
+    """Let ``tensor.type()`` return "torch.cuda.FloatTensor", as Megatron-Core expects."""
     original = torch.Tensor.type
 
     @functools.wraps(original)
@@ -131,14 +131,16 @@ class InertStream(torch.cpu.Stream):
 
     def record_event(self, event: Any = None) -> Any:
         """Return ``event``, or a new one, which has happened."""
-        return event if event is not None else InertEvent()
+        if event is None:
+            return InertEvent()
+        return event
 
     def synchronize(self) -> None:
         """Return at once: the stream's work has finished."""
 
 
 class InertEvent(torch.cpu.Event):
-    """An event that has happened; the arguments of CUDA's mean nothing here."""
+    """An event that has happened; CUDA's arguments are ignored."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -154,7 +156,8 @@ def _replace_streams() -> None:
         current_stream=lambda device=None: InertStream(),
         default_stream=lambda device=None: InertStream(),
     )
-    # The combined 1F1B schedule names its parts, and tells the allocator who uses tensors.
+    # The combined 1F1B schedule names its parts, and records for the allocator which stream uses a
+    # tensor.
     _replace(torch.cuda.nvtx, range_push=lambda message: None, range_pop=lambda: None)
     _replace(torch.Tensor, record_stream=lambda self, stream: None)
 
@@ -174,16 +177,18 @@ def _replace_uneven_collectives() -> None:
     ) -> torch.Tensor:
         if sizes is None:
             return gather_even(tensor, group, sizes, *others)
-        copies = torch.cat([tensor] * group.size())
-        return mappings.all_to_all(group, copies, sizes, [len(tensor)] * group.size())
+        num_ranks = group.size()
+        copies = torch.cat([tensor] * num_ranks)  # one for every rank
+        return mappings.all_to_all(group, copies, sizes, [len(tensor)] * num_ranks)
 
     def reduce_scatter(
         tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, *others: Any
     ) -> torch.Tensor:
         if sizes is None:
             return reduce_scatter_even(tensor, group, sizes, *others)
-        own = [sizes[group.rank()]] * group.size()
-        return torch.stack(mappings.all_to_all(group, tensor, own, sizes).split(own)).sum(0)
+        size = sizes[group.rank()]
+        received = mappings.all_to_all(group, tensor, [size] * group.size(), sizes)
+        return torch.stack(received.split(size)).sum(0)  # the sum of one part from every rank
 
     _replace(
         mappings,
@@ -204,6 +209,8 @@ def _repair_moe() -> None:
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, **unused: Any) -> Any:
         # The original converts CUDA tensors only, and passes others on as split sizes.
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+        if as_numpy and isinstance(tensor, torch.Tensor):
+            return tensor.numpy()
+        return tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -21,104 +21,25 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron.fsdp import Offload
+from megatron.fsdp import Offload, Strategy
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
 from megatron.mcore_adapter.axes import complete, expert_tensor_group, instance_group, mesh_axes
 from megatron.mcore_adapter.captured_iterations import call_with_new_weights, captures_iterations
-from megatron.mcore_adapter.core_initialiser import MegatronCoreInitialiser
+from megatron.mcore_adapter.core_engine import CoreEngine
 from megatron.mcore_adapter.core_optimizers import (
     count_over,
     follow_torch_optimizers,
-    gradient_of,
     keep_main_weights,
     refuse_stale_weights,
 )
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients, set_attributes
-from megatron.mcore_adapter.global_names import GlobalNames
 from megatron.mcore_adapter.overlapped_experts import drive_combined_schedule
+from megatron.mcore_adapter.precision_aware import gradient_of
 from megatron.mcore_adapter.releases.precision_fields import precision_policy
 from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.translation import strategy_of as strategy_of  # for programs too
-
-
-class CoreEngine(MegatronFSDP):
-    """The engine with Megatron-Core's names and initialisation.
-
-    Layers are numbered across pipeline stages and experts across expert ranks, in
-    ``named_parameters()`` and state dicts. Other arguments are those of :class:`MegatronFSDP`.
-
-    Args:
-        module: the model, which may be inside Float16Module.
-        use_cpu_initialization: see :class:`MegatronCoreInitialiser`.
-        pipeline: group of the ranks of all stages; an error on one stage is raised on all of them.
-    """
-
-    _gives_advice = False  # units have defaults, and Megatron-Core's optimizers step the weights
-    _is_copyable = False  # its names and initialisation are those of this module
-    _shows_attributes = False  # Megatron-Core unwraps models until one has the attribute
-
-    def __init__(
-        self,
-        module: nn.Module,
-        *args: Any,
-        use_cpu_initialization: bool | None = None,
-        pipeline: dist.ProcessGroup | None = None,
-        **settings: Any,
-    ):
-        self._pipeline = pipeline
-        self.initialiser = MegatronCoreInitialiser(module, use_cpu_initialization)
-        self._global_names = GlobalNames(module)
-        super().__init__(module, *args, **settings)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield main weights, as the base class does, by their global names."""
-        prefix = f"{prefix}." if prefix else ""
-        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
-            yield prefix + self._global_names.to_global(name), parameter
-
-    def _shown_name(self, sharded: ShardedParam) -> str:
-        return self._global_names.to_global(super()._shown_name(sharded))
-
-    def _groups_that_end_together(self) -> list[dist.ProcessGroup]:
-        groups = super()._groups_that_end_together()
-        return groups if self._pipeline is None else [*groups, self._pipeline]
-
-    def state_dict(  # type: ignore[override]  # torch declares overloads, of which this does both
-        self,
-        *args: Any,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-    ) -> dict[str, Any]:
-        """Return main weights and buffers, as the base class does, by their global names."""
-        state = {} if destination is None else destination
-        own = super().state_dict(*args, prefix="", keep_vars=keep_vars)
-        for key, value in own.items():
-            state[prefix + self._global_names.to_global(key)] = value
-        return state
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load main weights and buffers, as the base class does, by their global names."""
-        if isinstance(state_dict, Mapping):
-            names = self._global_names
-            state_dict = {names.to_local(key): value for key, value in state_dict.items()}
-        return super().load_state_dict(state_dict, strict, assign)
-
-    def state_dict_for_save_checkpoint(
-        self, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Return :meth:`state_dict`, for programs that have unwrapped the model."""
-        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
-
-    def copy_main_weights_to_model_weights(self) -> None:
-        """Install main weights as compute weights; the optimizer calls this after a step."""
-        self.install_optimized_model_weights(only_trainable=True)
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
@@ -131,7 +52,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
     raise a ValueError for them.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         ddp_config: strategy, overlap and gradient precision. ``grad_reduce_in_fp32`` accumulates
             and reduces in fp32. ``megatron_fsdp_{main_params,main_grads,grad_comm}_dtype`` take
             precedence; older releases have ``preserve_fp32_weights``, which keeps fp32 main
@@ -168,11 +89,16 @@ class FullyShardedDataParallel(_BaseDataParallel):
         groups = ProcessGroupCollection.setup_process_groups_for_ddp(
             pg_collection, config, ddp_config
         )
-        strategies = [strategy_of(ddp_config).of(kind) for kind in ParameterKind]
+        strategy = strategy_of(ddp_config)
+        hooks_reduce = generation_of(ddp_config) == 2
         _check_experts(config, groups, pg_collection)
         index = mesh_axes(module, ddp_config, groups, pg_collection, device)
         _mark_parameters(module)
-        units = default_unit_modules(module) if fsdp_unit_modules is None else fsdp_unit_modules
+        units: Sequence[type | nn.Module | str] = default_unit_modules(module)
+        if fsdp_unit_modules is not None:
+            units = fsdp_unit_modules
+        if index.device.type == "meta":  # a simulated run, of a model that stays where it is
+            device = None
         engine = CoreEngine(
             module,
             index,
@@ -180,44 +106,54 @@ class FullyShardedDataParallel(_BaseDataParallel):
             mixed_precision_policy=precision_policy(ddp_config),
             fsdp_unit_modules=units,
             disable_bucketing=disable_bucketing,
-            device=None if index.device.type == "meta" else device,
+            device=device,
             pipeline=groups["pp_group"],
             calculate_per_token_loss=config.calculate_per_token_loss,
             init_model_with_meta_device=config.init_model_with_meta_device,
             # Programs read gradients between backward and step, or call backward within step.
-            sync_model_each_microbatch=_ends_each_backward(ddp_config),
+            sync_model_each_microbatch=hooks_reduce or not ddp_config.use_distributed_optimizer,
             report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
         )
-        trainable = [each for each in engine.sharded_params if each.group.requires_grad]
         if config.gradient_accumulation_fusion:
-            for each in trainable:
-                accept_fused_gradients(each.compute, each.group.gradients, each.index)
+            _accept_fused_gradients(engine)
         if getattr(config, "overlap_moe_expert_parallel_comm", False):
             drive_combined_schedule(engine, config.delay_wgrad_compute)
         super().__init__(config=config, module=engine)
-        shards_outer = any(outer for _, outer in strategies)
-        if shards_outer:
-            count_over(self, dist.group.WORLD)
-        elif not all(level.shards_optimizer for level, _ in strategies):
-            count_over(self, instance_group(pg_collection))
-        _mark_copies(engine, shards_outer)
+        self._choose_statistics_group(strategy, pg_collection)
         refuse_stale_weights()
         keep_main_weights()
         if not ddp_config.use_distributed_optimizer:
             follow_torch_optimizers(engine)
         self.ddp_config = ddp_config
-        self._is_driven = generation_of(ddp_config) == 1  # else hooks do it
+        self._is_driven = not hooks_reduce
         self._is_captured = captures_iterations(config)
         self.megatron_fsdp_dist_index = index  # the published name of the mesh in use
         self.force_all_reduce = False  # the training loop assigns it at every step
-        self._tied_across_stages = [
-            each for each in trainable if getattr(each.compute, "shared_embedding", False)
-        ]
+        self._tied_across_stages = _tied_across_stages(engine)
+
+    def _choose_statistics_group(
+        self, strategy: Strategy, pg_collection: ProcessGroupCollection | None
+    ) -> None:
+        """Choose the ranks over which the optimizer sums squared norms of gradients."""
+        dense_level, dense_outer = strategy.of(ParameterKind.DENSE)
+        expert_level, expert_outer = strategy.of(ParameterKind.EXPERT)
+        over_all_instances = dense_outer or expert_outer
+        if over_all_instances:
+            count_over(self, dist.group.WORLD)
+        elif not (dense_level.shards_optimizer and expert_level.shards_optimizer):
+            count_over(self, instance_group(pg_collection))
+        _mark_copies(self.module, over_all_instances)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield main weights as DTensors, by ``module.`` and their global names."""
+        """Yield main weights as DTensors, by ``module.`` and their global names.
+
+        Args:
+            prefix: precedes every name, with a dot.
+            recurse: yield those of submodules too.
+            remove_duplicate: yield a parameter that has several names only once.
+        """
         prefix = f"{prefix}.module" if prefix else "module"
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
@@ -249,10 +185,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
             gradient = gradient_of(sharded.parameter)
             set_attributes(sharded.parameter, main_grad=gradient)
             set_attributes(sharded.compute, main_grad=gradient)
-        is_decoupled = getattr(self.ddp_config, "megatron_fsdp_use_decoupled_grad", False)
-        for sharded in self.module.sharded_params if is_decoupled else ():
-            # Megatron-Core sums some of these over tensor-parallel ranks.
-            set_attributes(sharded.parameter, main_grad=gradient_of(sharded.parameter))
+        if getattr(self.ddp_config, "megatron_fsdp_use_decoupled_grad", False):
+            for sharded in self.module.sharded_params:
+                # Megatron-Core sums some of these over tensor-parallel ranks.
+                set_attributes(sharded.parameter, main_grad=gradient_of(sharded.parameter))
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply the gradients, in place."""
@@ -299,16 +235,13 @@ def generation_of(ddp_config: DistributedDataParallelConfig) -> int:
     return generation
 
 
-def _ends_each_backward(ddp_config: DistributedDataParallelConfig) -> bool:
-    return not ddp_config.use_distributed_optimizer or generation_of(ddp_config) == 2
-
-
 def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
     """List layers, the embedding, and the output layer, which is found by its name."""
-    outputs = [
-        child for name, child in module.named_modules() if name.rpartition(".")[2] == "output_layer"
-    ]
-    return [TransformerLayer, MambaLayer, LanguageModelEmbedding, *outputs]
+    units: list[type | nn.Module] = [TransformerLayer, MambaLayer, LanguageModelEmbedding]
+    for name, child in module.named_modules():
+        if name.rpartition(".")[2] == "output_layer":
+            units.append(child)
+    return units
 
 
 def _for_engine(
@@ -317,7 +250,14 @@ def _for_engine(
     config: TransformerConfig,
     has_experts: bool,
 ) -> DistributedDataParallelConfig:
-    """Return a copy of a configuration for the engine, with communication units in bytes."""
+    """Return a copy of a configuration for the engine, with communication units in bytes.
+
+    Args:
+        ddp_config: configuration of the program, with communication units in elements.
+        module: the model, whose first parameter has the dtype of the elements.
+        config: configuration of the model.
+        has_experts: this pipeline stage has experts; with expert parallelism other stages may.
+    """
     ddp_config = copy(ddp_config)
     if config.num_moe_experts and config.expert_model_parallel_size > 1 and not has_experts:
         # Other pipeline stages have them.
@@ -328,9 +268,8 @@ def _for_engine(
         FullCudaGraphWrapper.__call__ = call_with_new_weights
     elements = ddp_config.suggested_communication_unit_size
     if elements is not None:
-        ddp_config.suggested_communication_unit_size = elements * next(
-            parameter.element_size() for parameter in module.parameters()
-        )
+        first = next(module.parameters())
+        ddp_config.suggested_communication_unit_size = elements * first.element_size()
     return ddp_config
 
 
@@ -347,7 +286,7 @@ def _check_configs(
     if offload is not None and offload.folder is not None:
         raise NotImplementedError(
             f"megatron_fsdp_offload_policy={str(offload.folder)!r}: Megatron-Core's optimizer makes"
-            ' its state in memory, and has none in files: give "host"'
+            ' its state in memory, and has none in files; use "host"'
         )
     instances = ddp_config.num_distributed_optimizer_instances
     groups = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
@@ -367,12 +306,13 @@ def _check_experts(
     """Check the tensor axis of experts that Megatron-Core treats like other parameters."""
     if not config.num_moe_experts or groups["ep_group"].size() > 1:
         return
-    tensor, tensor_of_experts = groups["tp_group"].size(), expert_tensor_group(pg_collection).size()
-    if tensor != tensor_of_experts:
+    tensor_size = groups["tp_group"].size()
+    expert_tensor_size = expert_tensor_group(pg_collection).size()
+    if tensor_size != expert_tensor_size:
         raise ValueError(
-            f"experts with expert tensor parallelism {tensor_of_experts} beside tensor parallelism"
-            f" {tensor} need expert parallelism of at least 2: their gradients would be reduced"
-            " over the wrong ranks"
+            f"experts with expert tensor parallelism {expert_tensor_size} and tensor parallelism"
+            f" {tensor_size} need expert parallelism of at least 2: their gradients would be"
+            " reduced over the wrong ranks"
         )
 
 
@@ -387,12 +327,30 @@ def _mark_parameters(module: nn.Module) -> None:
         set_attributes(parameter, __fsdp_param__=True)
 
 
+def _accept_fused_gradients(engine: CoreEngine) -> None:
+    for sharded in engine.sharded_params:
+        if sharded.group.requires_grad:
+            accept_fused_gradients(sharded.compute, sharded.group.gradients, sharded.index)
+
+
+def _tied_across_stages(engine: CoreEngine) -> list[ShardedParam]:
+    """Return the trainable parameters of which another pipeline stage has a copy."""
+    tied = []
+    for sharded in engine.sharded_params:
+        if sharded.group.requires_grad and getattr(sharded.compute, "shared_embedding", False):
+            tied.append(sharded)
+    return tied
+
+
 def _mark_copies(engine: MegatronFSDP, over_all_instances: bool) -> None:
     """Mark parameters whose gradient is a replica of another rank's."""
     # The optimizer sums squared norms over ranks, of one instance or all. Replicas must not be
     # counted again; "shared" is the attribute that its filter knows.
-    for each in engine.sharded_params:
-        partition, ranks = each.group.partition, each.group.communicator
-        is_copy = partition.num_inner == 1 and ranks.inner_rank > 0
-        if is_copy or (over_all_instances and partition.num_outer == 1 and ranks.outer_rank > 0):
-            set_attributes(each.parameter, shared=True)
+    for sharded in engine.sharded_params:
+        partition = sharded.group.partition
+        ranks = sharded.group.communicator
+        is_replica = partition.num_inner == 1 and ranks.inner_rank > 0
+        if over_all_instances and partition.num_outer == 1 and ranks.outer_rank > 0:
+            is_replica = True
+        if is_replica:
+            set_attributes(sharded.parameter, shared=True)

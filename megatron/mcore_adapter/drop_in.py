@@ -8,8 +8,8 @@
 From then on ``--use-megatron-fsdp`` trains, saves and loads with the classes of this project. Names
 that were imported before are replaced too, in every module. References elsewhere (in a default
 argument or a list) are not. ``torchrun -m megatron.mcore_adapter pretrain_gpt.py ...`` does the
-same without a change of the program. The published package answers under its path in Megatron-Core,
-``megatron.core.distributed.fsdp.src.megatron_fsdp``, with the names of this project too.
+same without a change of the program. The published package's path in Megatron-Core,
+``megatron.core.distributed.fsdp.src.megatron_fsdp``, has the names of this project too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FunctionType
 from typing import Any
@@ -50,7 +50,7 @@ UNEVEN = f"{PACKAGE}.uneven_dtensor"
 ENTRIES = "megatron.core.transformer.fsdp_dtensor_checkpoint"
 CLASS = "FullyShardedDataParallel"
 REPLACED = ("megatron.core.distributed.fsdp.", f"{ENTRIES}.")
-"""Files that this project writes anew."""
+"""Files of Megatron-Core that this project has an implementation of."""
 
 # ---- installation
 
@@ -61,8 +61,8 @@ def install() -> AbstractContextManager[object]:
     """Replace Megatron-Core's classes by those of this project; a second call changes nothing.
 
     If ``sys.argv`` is a command line of Megatron-LM's training loop, it is completed, and the
-    process is prepared for it: see :class:`LoopProgram`. One line on the first rank says that the
-    replacements are active, and what was set.
+    process is prepared for it: see :class:`LoopProgram`. The first rank prints one line, that the
+    replacements are active and what was set.
 
     Returns:
         A context manager that undoes the changes of this call on exit. Using it is optional.
@@ -122,14 +122,16 @@ class Installation(ExitStack):
             self.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, method)
         # Names that programs have taken from the published paths remain ours.
-        publish({path: ours for path, (_, ours) in self._replaced.items()}, undo=self)
+        ours_by_path = {path: ours for path, (_, ours) in self._replaced.items()}
+        publish(ours_by_path, undo=self)
         self.callback(self.program.restore)
         self.program.prepare()
 
     def replace_names(self) -> None:
         """Replace every name of Megatron-Core's objects in loaded modules, if all are known."""
         pairs = [*self._replaced.values()]
-        unknown = sorted(set(_unknown_names({id(theirs) for theirs, _ in pairs})))
+        known = {id(theirs) for theirs, _ in pairs}
+        unknown = sorted(set(_unknown_names(known)))
         if unknown:
             raise RuntimeError(
                 "the program uses parts of Megatron-Core's own FSDP that the drop-in does not"
@@ -157,21 +159,19 @@ METHODS: tuple[tuple[type, str, Callable[..., Any]], ...] = (
 
 def _replaced_names() -> dict[str, tuple[object, object]]:
     """Pair the objects of Megatron-Core's files, by their paths, with their replacements."""
-    functions = (
-        loop_state_dicts.print_diff_in_state_dicts,
-        loop_state_dicts.handle_fp8_extra_state_case,
-        loop_state_dicts.handle_swiglu_in_state_dict,
-        loop_state_dicts.handle_experts_in_state_dict,
-    )
-    preprocess = loop_state_dicts.preprocess_state_dict_for_uneven_dtensor
-    required: dict[str, Mapping[str, object]] = {
+    required: dict[str, dict[str, object]] = {
         ADAPTER: {CLASS: DropInDataParallel},
-        UNEVEN: {preprocess.__name__: preprocess},
-        ENTRIES: {each.__name__: each for each in functions},
+        UNEVEN: _by_name(loop_state_dicts.preprocess_state_dict_for_uneven_dtensor),
+        ENTRIES: _by_name(
+            loop_state_dicts.print_diff_in_state_dicts,
+            loop_state_dicts.handle_fp8_extra_state_case,
+            loop_state_dicts.handle_swiglu_in_state_dict,
+            loop_state_dicts.handle_experts_in_state_dict,
+        ),
     }
     if f"{CLASS}V1" in vars(sys.modules[ADAPTER]):  # since 0.20, between which a function chooses
-        generations = {f"{CLASS}V1": FirstGeneration, f"{CLASS}V2": SecondGeneration}
-        required[ADAPTER] = {CLASS: DropInDataParallel, **generations}
+        required[ADAPTER][f"{CLASS}V1"] = FirstGeneration
+        required[ADAPTER][f"{CLASS}V2"] = SecondGeneration
     pairs: dict[str, tuple[object, object]] = {}
     absent = []
     for path, replacements in required.items():
@@ -195,6 +195,10 @@ def _replaced_names() -> dict[str, tuple[object, object]]:
             separate = functools.update_wrapper(functools.partial(ours), ours)
             pairs[f"{UNEVEN}.{name}"] = function, separate
     return pairs
+
+
+def _by_name(*functions: Callable[..., Any]) -> dict[str, object]:
+    return {function.__name__: function for function in functions}
 
 
 # ---- names in loaded modules
@@ -238,15 +242,17 @@ class DropInDataParallel(FullyShardedDataParallel):
         config = given["ddp_config"]
         if _installation is not None:
             for name, value in _installation.program.settings().items():
-                if not hasattr(config, name):  # what releases have no field for
+                if not hasattr(config, name):  # the release has no field for it
                     setattr(config, name, value)
-        is_first = generation_of(config) == 1
-        return super().__new__(FirstGeneration if is_first else SecondGeneration)
+        if generation_of(config) == 1:
+            return super().__new__(FirstGeneration)
+        return super().__new__(SecondGeneration)
 
     def __init__(self, *args: Any, **kwargs: Any):
         if _installation is not None:
             _installation.replace_names()  # in modules that have been imported since
-        super().__init__(*args, **(kwargs | {"disable_bucketing": False}))
+        kwargs["disable_bucketing"] = False
+        super().__init__(*args, **kwargs)
         self._refused: tuple[Any, Exception] | None = None
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:

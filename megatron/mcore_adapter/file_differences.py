@@ -26,9 +26,12 @@ class FileDifferences:
     def between(
         cls, asked: Mapping[str, Any], stored: Mapping[str, STORAGE_TYPES], here: str
     ) -> FileDifferences:
-        """Compare the entries that this rank asks for (values to load into) with those of a file.
+        """Compare the entries that this rank asks for with those of a file.
 
-        ``here`` follows the shape of a tensor of this run in a line, such as "in the model".
+        Args:
+            asked: tensors to load into, and other values, by key.
+            stored: the metadata of the file, by key.
+            here: words that follow the shape of a tensor of this run, such as "in the model".
         """
         shapes = []
         for key, value in asked.items():

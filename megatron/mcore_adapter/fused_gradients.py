@@ -23,8 +23,9 @@ class FusedGradient:
 
     Args:
         parameter: the weight, a compute parameter of a layer.
-        gradients: of the weight's group, in whose flat tensor the first product is written.
-        index: of the weight in its group.
+        gradients: gradients of the weight's group. The first product is written to their flat
+            tensor.
+        index: number of the weight in its group.
     """
 
     def __init__(self, parameter: nn.Parameter, gradients: GroupGradients, index: int):
@@ -76,7 +77,13 @@ class FusedGradient:
 
 
 def accept_fused_gradients(parameter: nn.Parameter, gradients: GroupGradients, index: int) -> None:
-    """Set the attributes that fused kernels look for, and pass their products to autograd."""
+    """Set the attributes that fused kernels look for, and pass their products to autograd.
+
+    Args:
+        parameter: the weight, a compute parameter of a layer.
+        gradients: gradients of the weight's group.
+        index: number of the weight in its group.
+    """
     fused = FusedGradient(parameter, gradients, index)
     set_attributes(parameter, get_main_grad=fused.new_product, grad_added_to_main_grad=False)
     parameter.register_hook(fused.real_gradient)

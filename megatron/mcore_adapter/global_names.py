@@ -36,13 +36,20 @@ class GlobalNames:
         output_weight = getattr(getattr(model, "output_layer", None), "weight", None)
         if getattr(output_weight, "shared_embedding", False):  # a copy of the first stage's weight
             self._global_key["output_layer.weight"] = "embedding.word_embeddings.weight"
-        self._local_path = {path: local for local, path in self._global_path.items()}
-        self._local_key = {key: local for local, key in self._global_key.items()}
+        self._local_path = _inverse(self._global_path)
+        self._local_key = _inverse(self._global_key)
 
     def _visit(
         self, module: nn.Module, path: str, global_path: str, first_number: int | None = None
     ) -> None:
-        """Note the paths below a module; a list of experts has the global number of its first."""
+        """Store the paths of a module and of all below it.
+
+        Args:
+            module: the model, or a module inside of it.
+            path: its path with a dot at the end; "" for the model.
+            global_path: the same with global numbers.
+            first_number: if it is a list of experts, the global number of the first of them.
+        """
         self._global_path[path] = global_path
         first_expert = _first_expert(module)
         for name, child in module.named_children():
@@ -74,31 +81,44 @@ class GlobalNames:
         Example: on the second of two expert ranks with 4 experts each, ``weight1`` of grouped
         experts is ``weight5`` globally.
         """
-        own = _WRAPPERS.sub("", key)
-        wrappers = key.removesuffix(own)
-        if own in keys:
-            return wrappers + keys[own]
-        path, dot, leaf = own.rpartition(".")
+        inner_key = _WRAPPERS.sub("", key)
+        wrappers = key.removesuffix(inner_key)
+        if inner_key in keys:
+            return wrappers + keys[inner_key]
+        path, dot, leaf = inner_key.rpartition(".")
         path += dot
         if path not in paths:
             return key
-        first_expert = self._first_expert.get(path if to_global else paths[path], 0)
+        translated = paths[path]
+        if to_global:
+            shift = self._first_expert.get(path, 0)
+        else:
+            shift = -self._first_expert.get(translated, 0)
         found = _OF_GROUPED_EXPERT.match(leaf)
-        if first_expert and found is not None:
-            shift = first_expert if to_global else -first_expert
+        if shift and found is not None:
             leaf = f"{found[1]}{int(found[2]) + shift}"
-        return f"{wrappers}{paths[path]}{leaf}"
+        return f"{wrappers}{translated}{leaf}"
+
+
+def _inverse(table: dict[str, str]) -> dict[str, str]:
+    return {value: key for key, value in table.items()}
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     inner = getattr(model, "module", None)
-    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
+    while isinstance(inner, nn.Module):
+        model = inner
+        inner = getattr(model, "module", None)
+    return model
 
 
 def _first_expert(module: nn.Module) -> int:
     """Return the global number of the first expert on this rank for a module of experts, else 0."""
-    group, number = getattr(module, "ep_group", None), getattr(module, "num_local_experts", None)
-    return group.rank() * number if group is not None and number is not None else 0
+    group = getattr(module, "ep_group", None)
+    num_experts = getattr(module, "num_local_experts", None)
+    if group is None or num_experts is None:
+        return 0
+    return group.rank() * num_experts
 
 
 def _holds_grouped_weights(module: nn.Module) -> bool:

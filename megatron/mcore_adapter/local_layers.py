@@ -77,7 +77,7 @@ class LocalAttention(DotProductAttention):
     nothing here.
 
     Args:
-        config: of the model; the other arguments too are those of DotProductAttention, and:
+        config: configuration of the model; other arguments are those of DotProductAttention, and:
         k_channels: width of a key's head, default ``config.kv_channels``.
         v_channels: ignored: the width of a value's head follows from the values.
         pg_collection: with the groups ``cp`` and ``tp``; default Megatron-Core's global groups.
@@ -109,10 +109,8 @@ class LocalAttention(DotProductAttention):
             problems.append(f"the mask type {attn_mask_type.name}")
         if attention_type != "self":
             problems.append(f"{attention_type} attention")
-        _refuse(
-            "the local attention",
-            [f"{it}: leave it out, or use Transformer Engine's layers" for it in problems],
-        )
+        advice = "leave it out, or use Transformer Engine's layers"
+        _refuse("the local attention", [f"{problem}: {advice}" for problem in problems])
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["cp", "tp"])
         config = copy(config)
@@ -155,16 +153,14 @@ class LocalAttention(DotProductAttention):
             NotImplementedError: for an attention bias or packed sequences.
             ValueError: for a mask of another width.
         """
-        extras = {"an attention bias": attention_bias, "packed sequences": packed_seq_params}
-        given = [
-            f"{name}: use Transformer Engine's layers"
-            for name, extra in extras.items()
-            if extra is not None
-        ]
-        _refuse("the local attention", given)
-        key, value = (
-            gather_from_sequence_parallel_region(each, True, self.cp_group) for each in (key, value)
-        )
+        problems = []
+        if attention_bias is not None:
+            problems.append("an attention bias: use Transformer Engine's layers")
+        if packed_seq_params is not None:
+            problems.append("packed sequences: use Transformer Engine's layers")
+        _refuse("the local attention", problems)
+        key = gather_from_sequence_parallel_region(key, True, self.cp_group)
+        value = gather_from_sequence_parallel_region(value, True, self.cp_group)
         positions = self._positions(key.shape[0], key.device)
         mask = self._mask(attention_mask, query.shape[0], positions)
         self.hidden_size_per_partition = query.shape[2] * value.shape[3]
@@ -189,7 +185,9 @@ class LocalAttention(DotProductAttention):
                     f"expects an attention mask over all {len(positions)} keys but got the shape"
                     f" {tuple(given.shape)}"
                 )
-            return given if self.cp_group.size() == 1 else given[..., positions]
+            if self.cp_group.size() == 1:
+                return given
+            return given[..., positions]
         if self.attn_mask_type is not AttnMaskType.causal:
             return None
         mine = positions.view(-1, num_queries)[self.cp_group.rank()]
@@ -221,8 +219,11 @@ class LocalLatentAttention(MLASelfAttention):
         # one all the same, which it refuses; without it, it requires Transformer Engine.
         if self.config.q_lora_rank is not None:
             return super()._resolve_qk_norm_config(submodules)
-        names = ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")
-        return {name: getattr(submodules, name) for name in names}
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "kv_layernorm": submodules.kv_layernorm,
+        }
 
     def _whole_latents(
         self, projection: nn.Module, inputs: object, output: tuple[Tensor, None]

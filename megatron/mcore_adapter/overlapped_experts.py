@@ -18,7 +18,7 @@ _engines: WeakKeyDictionary[nn.Module, ref[MegatronFSDP]] = WeakKeyDictionary()
 
 
 def drive_combined_schedule(engine: MegatronFSDP, delays_gradients: bool) -> None:
-    """Let the schedule tell the engine when the model and its layers begin and end."""
+    """Let the schedule notify the engine when the model and its layers begin and end."""
     units = {unit.module for unit in engine._units[1:] if unit.module is not None}
     if delays_gradients and any(len(units.intersection(unit.modules())) > 1 for unit in units):
         raise NotImplementedError(
@@ -27,38 +27,51 @@ def drive_combined_schedule(engine: MegatronFSDP, delays_gradients: bool) -> Non
         )
     for plan in (plans.TransformerModelChunkSchedulePlan, plans.TransformerLayerSchedulePlan):
         if plan.run.__module__ != __name__:
-            plan.run = staticmethod(_telling(plan.run))
+            plan.run = staticmethod(_notifying(plan.run))
     # Since 0.18 the schedule looks for the published class, and would call it a second time.
     combined_1f1b.find_megatron_fsdp = lambda model: None
-    _engines.update(dict.fromkeys(engine.module.modules(), ref(engine)))
+    for module in engine.module.modules():
+        _engines[module] = ref(engine)
 
 
-def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
-    def run_and_tell(forward: Any, backward: Any, *args: Any, **kwargs: Any) -> Any:
-        ends = [_begin(forward, "forward"), _begin(backward, "backward")]
+def _notifying(run: Callable[..., Any]) -> Callable[..., Any]:
+    def run_and_notify(forward: Any, backward: Any, *args: Any, **kwargs: Any) -> Any:
+        end_forward = _begin(forward, "forward")
+        end_backward = _begin(backward, "backward")
         result = run(forward, backward, *args, **kwargs)
-        if kwargs.get("is_last_layer_in_bwd") and backward.config.delay_wgrad_compute:
-            ends.pop()  # the model's backward ends it, after the weight gradients of its attention
-        for end in reversed(ends):
-            end()
+        # With delayed weight gradients the model's backward ends that of the last layer, after the
+        # weight gradients of its attention.
+        if not (kwargs.get("is_last_layer_in_bwd") and backward.config.delay_wgrad_compute):
+            end_backward()
+        end_forward()
         return result
 
-    return run_and_tell
+    return run_and_notify
 
 
 def _begin(plan: Any, direction: str) -> Callable[[], None]:
-    """Tell of the begin of a plan's forward or backward; return what tells of its end."""
+    """Notify the engine that a plan's forward or backward begins.
+
+    Returns:
+        The function to call at its end. It does nothing without a plan or an engine.
+    """
+    if plan is None:
+        return lambda: None
     layer = getattr(plan, "layer", None)  # None: the plan is that of the model
-    engine = plan and _engines.get(plan.state.model if layer is None else layer, lambda: None)()
+    reference = _engines.get(plan.state.model if layer is None else layer)
+    engine = None if reference is None else reference()
     if engine is None:
         return lambda: None
-    event, stream = plan.event, torch.cuda.current_stream()
+    event = plan.event
+    stream = torch.cuda.current_stream()
     getattr(engine, f"pre_{direction}")(layer)
-    event.record(stream)  # the next part may run on the other stream, and wants the weights
+    event.record(stream)  # the next part may run on the other stream, and needs the weights
 
     def end() -> None:
         event.wait(stream)  # the last part may have run on the other stream
-        released = "" if layer is None else "_release_module"
-        getattr(engine, f"post_{direction}{released}")(*filter(None, [layer]))
+        if layer is None:
+            getattr(engine, f"post_{direction}")()
+        else:
+            getattr(engine, f"post_{direction}_release_module")(layer)
 
     return end

@@ -3,8 +3,8 @@
 
 Some programs import the package as ``megatron.core.distributed.fsdp.src.megatron_fsdp``. While the
 drop-in is active, that path and its modules have the names of this project. A name that this
-project lacks is still Megatron-Core's: its own modules may need it, and a program that takes it is
-told by the drop-in.
+project lacks is still Megatron-Core's: its own modules may need it, and the drop-in notifies a
+program that takes it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class PublishedModule(ModuleType):
     def __init__(self, name: str, names: Mapping[str, object], theirs: ModuleType | None):
         super().__init__(name)
         if theirs is not None:
-            # What the import of modules below this one needs.
-            kept = ("__spec__", "__path__", "__file__", "__package__")
-            vars(self).update({key: vars(theirs)[key] for key in kept if key in vars(theirs)})
+            # The import of modules below this one needs these.
+            for attribute in ("__spec__", "__path__", "__file__", "__package__"):
+                if attribute in vars(theirs):
+                    vars(self)[attribute] = vars(theirs)[attribute]
         vars(self).update(names)
         self._theirs = theirs
 
@@ -56,14 +57,17 @@ def publish(replaced: Mapping[str, object], undo: ExitStack) -> None:
     """Put the modules in place of Megatron-Core's, until ``undo`` is closed.
 
     Args:
-        replaced: what the drop-in has put in place of Megatron-Core's objects, by their paths. It
-            comes before what this project has by the same names.
+        replaced: objects that the drop-in has put in place of Megatron-Core's, by their paths. They
+            take precedence over this project's objects of the same names.
         undo: takes the callbacks that put Megatron-Core's modules back.
     """
     for name in MODULES:
-        path, ours = PACKAGE + name, import_module(OURS + name)
+        path = PACKAGE + name
+        ours = import_module(OURS + name)
         theirs = sys.modules.get(path)
-        names = {key: replaced.get(f"{path}.{key}", vars(ours)[key]) for key in ours.__all__}
+        names = {}
+        for key in ours.__all__:
+            names[key] = replaced.get(f"{path}.{key}", vars(ours)[key])
         module = PublishedModule(path, names, theirs)
         undo.callback(_put, path, theirs)
         _put(path, module)

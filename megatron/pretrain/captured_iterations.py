@@ -34,13 +34,15 @@ class CheckedBuffers(StaticBufferLoader):
         Raises:
             RunError: its tensors have other sizes; a copy would repeat values or fail.
         """
-        known = self.static_buffers[stage][microbatch : microbatch + 1]
-        for name, value in inputs.items() if known else ():
-            if value.shape != known[0][name].shape:
-                raise RunError(
-                    f"{name} has shape {tuple(value.shape)}, but the graph of an iteration was"
-                    f" captured with {tuple(known[0][name].shape)}: sizes must not change"
-                )
+        buffers = self.static_buffers[stage]
+        if microbatch < len(buffers):
+            for name, value in inputs.items():
+                captured = buffers[microbatch][name]
+                if value.shape != captured.shape:
+                    raise RunError(
+                        f"{name} has shape {tuple(value.shape)}, but the graph of an iteration was"
+                        f" captured with {tuple(captured.shape)}: sizes must not change"
+                    )
         # Megatron-Core's stream would copy while the last replay still reads.
         self.stream.wait_stream(torch.cuda.current_stream())
         return super().__call__(inputs, stage, microbatch)

@@ -8,10 +8,9 @@ each pipeline stage, with process groups that pretend.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,7 @@ OF_REAL_GROUPS = {
     "use_sharp": False,
     "sharp_enabled_group": None,
 }
-"""Arguments for process groups, with what those that pretend take."""
+"""Arguments that pretended process groups do not take, with values that change nothing."""
 ACTIVATION_BYTES = 34
 """Bytes of activations for each token, unit of hidden size and layer, in bf16, with attention that
 keeps no scores. Source: Korthikanti et al., arXiv:2205.05198."""
@@ -67,19 +66,23 @@ def print_dry_run(args: argparse.Namespace, say: Callable[[str], object] = print
     """Print what follows from completed arguments: ranks, batches, parameters and memory."""
     tokenizer = build_tokenizer(TokenizerChoice.of(args))
     rows = embedding_rows(args, tokenizer)
-    stages = [estimate_stage(args, rows, s) for s in range(args.pipeline_model_parallel_size)]
+    stages = []
+    for stage in range(args.pipeline_model_parallel_size):
+        stages.append(estimate_stage(args, rows, stage))
     for line in (*mesh_lines(args), *batch_lines(args), *model_lines(args, stages)):
         say(line)
 
 
 def mesh_lines(args: argparse.Namespace) -> Iterator[str]:
     """Yield the lines about ranks."""
-    instances = args.num_distributed_optimizer_instances
-    yield (
+    line = (
         f"ranks: {args.world_size} = {args.tensor_model_parallel_size} tensor x"
         f" {args.pipeline_model_parallel_size} pipeline x {args.context_parallel_size} context x"
-        f" {args.data_parallel_size} data" + (f" ({instances} outer)" if instances > 1 else "")
+        f" {args.data_parallel_size} data"
     )
+    if args.num_distributed_optimizer_instances > 1:
+        line += f" ({args.num_distributed_optimizer_instances} outer)"
+    yield line
     if args.num_experts:
         yield (
             f"ranks of experts: {args.expert_tensor_parallel_size} tensor x"
@@ -101,9 +104,11 @@ def model_lines(args: argparse.Namespace, stages: list[StageEstimate]) -> Iterat
     """Yield the lines about parameters and memory."""
     for estimate in stages:
         memory = estimate.memory
-        stage = f" of stage {estimate.stage}" if len(stages) > 1 else ""
+        rank = "a rank"
+        if len(stages) > 1:
+            rank = f"a rank of stage {estimate.stage}"
         number = estimate.num_parameters
-        yield f"parameters of a rank{stage}, before data ranks divide them: {number:,}"
+        yield f"parameters of {rank}, before data ranks divide them: {number:,}"
         parts = {
             "weights": memory.weights,
             "gradients": memory.gradients,
@@ -114,15 +119,15 @@ def model_lines(args: argparse.Namespace, stages: list[StageEstimate]) -> Iterat
         }
         named = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
         total = sum(parts.values())
-        yield f"memory of a rank{stage}: {total / MIB:,.1f} MiB = {named}"
+        yield f"memory of {rank}: {total / MIB:,.1f} MiB = {named}"
         if memory.host:
-            yield f"memory of a rank{stage} on its host: {memory.host / MIB:,.1f} MiB"
-    kept = "no recomputation of layers"
+            yield f"memory of {rank} on its host: {memory.host / MIB:,.1f} MiB"
     if code_bytes(args):
         yield (
             f"matrices of linear layers are stored and gathered in {code_bytes(args):g} bytes an"
-            " element, scales included, beside fp32 main weights"
+            " element, scales included, in addition to fp32 main weights"
         )
+    kept = "no recomputation of layers"
     if args.recompute_granularity == "full":
         kept = "the input of each layer alone is kept"
     yield (
@@ -132,26 +137,32 @@ def model_lines(args: argparse.Namespace, stages: list[StageEstimate]) -> Iterat
 
 
 def estimate_stage(args: argparse.Namespace, rows: int, stage: int) -> StageEstimate:
-    """Return parameters and memory of the first rank of a pipeline stage."""
+    """Return parameters and memory of the first rank of a pipeline stage.
+
+    Args:
+        args: the completed arguments.
+        rows: rows of the embedding.
+        stage: number of the pipeline stage.
+    """
     with pretending(args, stage):
-        virtual = args.virtual_pipeline_model_parallel_size
         on_meta = argparse.Namespace(**vars(args) | PLAIN | {"init_model_with_meta_device": True})
         config = transformer_config(on_meta)
-        chunks = [
-            build_chunk(on_meta, config, rows, torch.device("meta"), number)
-            for number in (range(virtual) if virtual else [None])
-        ]
+        virtual_stages: Sequence[int | None] = [None]
+        if args.virtual_pipeline_model_parallel_size:
+            virtual_stages = range(args.virtual_pipeline_model_parallel_size)
         memory = MemoryEstimate()
-        for chunk in chunks:
+        num_parameters = 0
+        num_layers = 0
+        for virtual_stage in virtual_stages:
+            chunk = build_chunk(on_meta, config, rows, torch.device("meta"), virtual_stage)
             memory += estimate_memory(chunk, memory_plan(args, chunk))
-        parameters = chain.from_iterable(chunk.parameters() for chunk in chunks)
-        num_parameters = sum(parameter.numel() for parameter in parameters)
-        num_layers = sum(len(layers_of(chunk)) for chunk in chunks)
+            num_parameters += sum(parameter.numel() for parameter in chunk.parameters())
+            num_layers += len(layers_of(chunk))
     return StageEstimate(stage, num_parameters, memory, activation_bytes(args, num_layers, stage))
 
 
 def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
-    """Return how a chunk is sharded.
+    """Return the settings with which a chunk is sharded.
 
     Megatron-Core's own wrapper is level 0, or 1 with a distributed optimizer; its padding differs.
     """
@@ -160,8 +171,15 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
     if not args.use_megatron_fsdp:
         level = "optim" if args.use_distributed_optimizer else "no_shard"
     outer = args.num_distributed_optimizer_instances
-    aware = args.use_precision_aware_optimizer
-    has_experts = experts_in(chunk) and args.expert_model_parallel_size > 1
+    expert = None
+    if args.expert_model_parallel_size > 1 and experts_in(chunk):
+        expert = AxisSizes(expert_data_ranks(args) // outer, outer)
+    state_bytes = None
+    if args.use_precision_aware_optimizer:
+        state_bytes = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    matrices = []
+    if args.optimizer in MUON:
+        matrices = [parameter for parameter in chunk.parameters() if is_matrix(parameter)]
     return MemoryPlan(
         unit_modules=default_unit_modules(chunk),
         strategy=Strategy(
@@ -172,13 +190,13 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
         ),
         precision=precision_policy(settings),
         dense=AxisSizes(args.data_parallel_size * args.context_parallel_size // outer, outer),
-        expert=AxisSizes(expert_data_ranks(args) // outer, outer) if has_experts else None,
+        expert=expert,
         offloaded=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
         granularity=GRANULARITIES[settings.megatron_fsdp_granularity],
         states=1 if args.optimizer == "sgd" else 2,
-        state_bytes=args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize if aware else None,
-        decoupled=aware,
-        matrices=frozenset(filter(is_matrix, chunk.parameters() if args.optimizer in MUON else ())),
+        state_bytes=state_bytes,
+        decoupled=args.use_precision_aware_optimizer,
+        matrices=frozenset(matrices),
         fine_grained=args.megatron_fsdp_enable_fine_grained_param_gather,
         coded=frozenset(coded_weights(args, chunk).values()),
         code_bytes=code_bytes(args) or 1.0,
@@ -192,14 +210,23 @@ def expert_data_ranks(args: argparse.Namespace) -> int:
 
 
 def activation_bytes(args: argparse.Namespace, num_layers: int, stage: int) -> int:
-    """Return the bytes of activations of the microbatches that a stage has under way."""
+    """Return the bytes of activations of the microbatches that a stage has under way.
+
+    Args:
+        args: the completed arguments.
+        num_layers: number of layers of the stage.
+        stage: its number; the first one begins the most microbatches before their backward.
+    """
     tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
-    tokens //= args.tensor_model_parallel_size if args.sequence_parallel else 1
-    size = 2 if args.bf16 or args.fp16 else 4
-    per_layer = size if args.recompute_granularity == "full" else ACTIVATION_BYTES * size // 2
+    if args.sequence_parallel:
+        tokens //= args.tensor_model_parallel_size
+    element = 2 if args.bf16 or args.fp16 else 4
+    per_layer = ACTIVATION_BYTES * element // 2
+    if args.recompute_granularity == "full":
+        per_layer = element
     stages = args.pipeline_model_parallel_size
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    under_way = min(stages - stage, microbatches)  # the first stage begins the most
+    under_way = min(stages - stage, microbatches)
     return int(tokens * args.hidden_size * per_layer * num_layers * under_way)
 
 

@@ -61,7 +61,7 @@ class TrainingRun(TrainedParts):
     progress: Progress = field(default_factory=Progress)
     stop: StopRequest = field(default_factory=StopRequest)
     background: BackgroundSaves | None = None
-    """With --async-save."""
+    """Saves in the background, with --async-save."""
 
     @property
     def num_microbatches(self) -> int:
@@ -88,8 +88,12 @@ def pretrain(
 ) -> Progress:
     """Build everything, load, train, evaluate and save; return the progress of the run.
 
-    ``follow`` gets a function that returns the number of finished iterations. ``build`` makes the
-    datasets of the files that the arguments name: another function makes other samples of them.
+    Args:
+        args: the completed arguments.
+        device: device of this rank.
+        follow: is called once with a function that returns the number of finished iterations.
+        build: makes the datasets of the files that the arguments name; another function makes
+            other samples of them.
 
     Raises:
         ValueError, RunError, OSError: with a message for the user, the same on every rank where the
@@ -104,7 +108,10 @@ def pretrain(
         with position.during(position.READING):
             source = find_data(args, tokenizer)
         model = build_model(args, args.padded_vocab_size, device)
-        optimizer, scheduler = (None, None) if args.skip_train else build_optimizer(args, model)
+        optimizer = None
+        scheduler = None
+        if not args.skip_train:
+            optimizer, scheduler = build_optimizer(args, model)
         run = TrainingRun(
             model, optimizer, scheduler, args=args, device=device, report=Report(args)
         )
@@ -112,8 +119,9 @@ def pretrain(
         run.report.say(
             f"{count(number_of_parameters(model))} parameters on {args.world_size} ranks"
         )
-        for line in source.lines if source else ():
-            run.report.say(line)
+        if source is not None:
+            for line in source.lines:
+                run.report.say(line)
 
         load_and_train(run, lambda: build(args, tokenizer, source), follow)
         run.report.end()
@@ -125,11 +133,15 @@ def load_and_train(
     datasets: Callable[[], tuple[Any, Any, Any]],
     follow: Callable[[Callable[[], int]], None],
 ) -> None:
-    """Load the checkpoint of a run and do what is left to do: train, evaluate at the end.
+    """Load the checkpoint of a run and continue it: train, and evaluate at the end.
 
-    ``datasets`` builds those for training, validation and test, None for one that is not needed.
+    Args:
+        run: with a model of random weights.
+        datasets: builds those for training, validation and test, None for one that is not needed.
+        follow: as in :func:`pretrain`.
     """
-    args, report = run.args, run.report
+    args = run.args
+    report = run.report
     with report.times.measured(LOAD):
         run.progress = checkpointing.load(args, run, report.say)
     report.times_of(LOAD, run.progress)
@@ -142,7 +154,7 @@ def load_and_train(
         consumed = run.progress.consumed_train_samples
         with batches(args, train_data, consumed) as data, background_saves(run):
             train(run, data, valid_data)
-    # A run that was told to stop has no time for the last evaluations.
+    # A run that was asked to stop has no time for the last evaluations.
     if args.skip_train or run.progress.iteration >= args.train_iters:
         if args.skip_train and valid_data is not None:
             evaluate_at_the_end(run, valid_data, "validation")
@@ -151,11 +163,13 @@ def load_and_train(
 
 
 def connect(run: TrainingRun) -> None:
-    """Tell the schedule how to finish gradients, scale losses and delay synchronisation."""
+    """Set the functions by which the schedule finishes gradients, scales and synchronizes."""
     args = run.args
     config = get_model_config(run.model[0])
     config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = run.optimizer.scale_loss if run.optimizer else None
+    config.grad_scale_func = None
+    if run.optimizer is not None:
+        config.grad_scale_func = run.optimizer.scale_loss
     if args.overlap_grad_reduce:
         config.no_sync_func = one_or_list([chunk.no_sync for chunk in run.model])
         if args.align_grad_reduce:
@@ -163,7 +177,7 @@ def connect(run: TrainingRun) -> None:
     if args.overlap_param_gather and args.align_param_gather:
         config.param_sync_func = one_or_list([chunk.start_param_sync for chunk in run.model])
     run.report.times.connect(run.model, run.optimizer)
-    if captures_iterations(args):  # Megatron-Core goes on on another stream while it builds layers
+    if captures_iterations(args):  # Megatron-Core works on another stream while it builds layers
         torch.cuda.synchronize()
     if args.manual_gc:
         gc.disable()
@@ -180,12 +194,19 @@ def register_memory_slots(run: TrainingRun) -> None:
 def train(
     run: TrainingRun, data: Microbatches | list[Microbatches], valid_data: Any | None
 ) -> None:
-    """Train from where the run is to ``args.train_iters``, or until it is told to stop.
+    """Train from where the run is to ``args.train_iters``, or until it is asked to stop.
+
+    Args:
+        run: with a loaded checkpoint, if there is one.
+        data: the next samples for training; a list with one for each virtual pipeline stage.
+        valid_data: the validation set; None if nothing is evaluated.
 
     Raises:
         KeyboardInterrupt: on every rank, if one was sent SIGINT.
     """
-    args, progress, report = run.args, run.progress, run.report
+    args = run.args
+    progress = run.progress
+    report = run.report
     if args.save or args.exit_signal_handler:
         run.stop.watch_sigterm()
     run.stop.watch_sigint()
@@ -233,7 +254,9 @@ def train(
 
 def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> None:
     """Run forward and backward of every microbatch and one optimizer step, and report it."""
-    args, progress, optimizer = run.args, run.progress, run.optimizer
+    args = run.args
+    progress = run.progress
+    optimizer = run.optimizer
     assert optimizer is not None and run.scheduler is not None  # a run that trains has both
     batch_size = args.global_batch_size
     get_rerun_state_machine().current_iteration = progress.iteration  # in messages of DDP
@@ -244,9 +267,10 @@ def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> Non
     losses = forward_backward(run, data, forward_only=False)
     if args.empty_unused_memory_level and torch.cuda.is_available():
         torch.cuda.empty_cache()
-    # Of fully sharded gradients Megatron-Core's optimizer would count copies too.
-    counts_zeros_here = args.log_num_zeros_in_grad and args.use_megatron_fsdp
-    num_zeros = count_zeros(run.model) if counts_zeros_here else None
+    num_zeros = None
+    if args.log_num_zeros_in_grad and args.use_megatron_fsdp:
+        # Of fully sharded gradients Megatron-Core's optimizer would count copies too.
+        num_zeros = count_zeros(run.model)
     if run.background is not None:
         run.background.finish_copying()
     with run.report.times.measured(OPTIMIZER):
@@ -260,11 +284,14 @@ def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> Non
     progress.count_step(batch_size, training_flops(args, batch_size))
     if updated:
         run.scheduler.step(increment=batch_size)
+    loss = reduce_loss(run, losses)
+    if grad_norm is not None:
+        grad_norm = float(grad_norm)  # a tensor in some releases
     values = {
-        "lm loss": reduce_loss(run, losses),
+        "lm loss": loss,
         "learning-rate": learning_rate,
         "batch-size": batch_size,
-        "grad-norm": None if grad_norm is None else float(grad_norm),  # a tensor in some releases
+        "grad-norm": grad_norm,
         "num-zeros": num_zeros,
         "loss-scale": float(optimizer.get_loss_scale()) if args.fp16 else None,
         "params-norm": params_norm(run.model) if args.log_params_norm else None,
@@ -279,6 +306,11 @@ def forward_backward(
     run: TrainingRun, data: Microbatches | list[Microbatches], forward_only: bool
 ) -> list[dict[str, torch.Tensor]]:
     """Run the pipeline schedule over the microbatches of a global batch.
+
+    Args:
+        run: the run.
+        data: the next samples; a list with one for each virtual pipeline stage.
+        forward_only: evaluate, and measure no time.
 
     Returns:
         The dict that :meth:`ForwardStep.loss` returns, for every microbatch; an empty list before
@@ -320,7 +352,10 @@ def sum_of(run: TrainingRun, losses: list[dict[str, torch.Tensor]]) -> torch.Ten
     Both are zero before the last pipeline stage. All tensor-parallel ranks have the same losses, so
     sums over all ranks make both too large by the same factor.
     """
-    return sum((entry["lm loss"] for entry in losses), torch.zeros(2, device=run.device))
+    total = torch.zeros(2, device=run.device)
+    for entry in losses:
+        total = total + entry["lm loss"]
+    return total
 
 
 @contextmanager
@@ -358,7 +393,7 @@ def evaluate(run: TrainingRun, data: Microbatches | list[Microbatches]) -> float
 
 
 def evaluate_in_training(run: TrainingRun, valid_data: Any) -> None:
-    """Evaluate on the next part of the validation set, and after its end from the start again."""
+    """Evaluate on the next part of the validation set; after its end, on the first part again."""
     num_samples = run.args.eval_iters * run.args.global_batch_size
     num_parts = len(valid_data) // num_samples
     # Evaluations of an earlier run of other sizes may have ended within a part.
@@ -369,16 +404,25 @@ def evaluate_in_training(run: TrainingRun, valid_data: Any) -> None:
 
 
 def evaluate_at_the_end(run: TrainingRun, dataset: Any, name: str) -> None:
-    """Evaluate on the first part of a data set, which is reported as ``name``."""
+    """Evaluate on the first part of a data set.
+
+    Args:
+        run: the run.
+        dataset: the data set.
+        name: "validation" or "test", for the report.
+    """
     with batches(run.args, dataset, 0) as data:
         run.report.evaluation(run.progress, evaluate(run, data), name)
 
 
 def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:
-    """Save a checkpoint under ``root``, and the loss curves so far.
+    """Save a checkpoint and the loss curves so far.
 
-    At the end of a run no process is started to save in the background: after SIGTERM a launcher
-    gives a few seconds.
+    Args:
+        run: the run.
+        root: directory of checkpoints.
+        at_the_end: start no process to save in the background: after SIGTERM a launcher gives a
+            few seconds.
     """
     with position.during(position.SAVING):
         if run.background is not None:

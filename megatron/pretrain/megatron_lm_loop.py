@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's training loop, started by pretrain_gpt.py: the same command line, data and model.
 
-The loop is that of the Megatron-Core at hand. What our own loop's command line may leave out, and
-that loop asks for, is added: positions, a tokenizer, and data.
+The loop is that of the installed Megatron-Core. Flags that it requires and that our own loop's
+command line may leave out are added: positions, a tokenizer, and data.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ from megatron.pretrain.data.tokenizers import NUM_BYTES, build_tokenizer
 from megatron.pretrain.dry_run import print_dry_run
 from megatron.pretrain.ranks import SINGLE_RANK
 
-FLAG, VARIABLE = "--loop", "MEGATRON_LOOP"
-OWN, MEGATRON_LM = "own", "megatron-lm"
-DRY_RUN, DRY_RUN_RANKS = "--dry-run", "--dry-run-ranks"
+FLAG = "--loop"
+VARIABLE = "MEGATRON_LOOP"
+OWN = "own"
+MEGATRON_LM = "megatron-lm"
+DRY_RUN = "--dry-run"
+DRY_RUN_RANKS = "--dry-run-ranks"
 EVAL_INTERVAL = "1000"
 """The loop's default before 0.19, which has none and fails without."""
 NEVER = str(10**9)
@@ -113,7 +116,10 @@ def obstacle(words: Sequence[str]) -> str | None:
     missing = dict(NOT_HERE)
     if core.numbers < BUILDERS_SINCE:
         missing |= dict.fromkeys(OF_BUILDERS, "the loop builds such models since 0.19")
-    problems = [f"{flag}: {missing[flag]}" for flag in missing if value_of(words, flag) is not None]
+    problems = []
+    for flag, reason in missing.items():
+        if value_of(words, flag) is not None:
+            problems.append(f"{flag}: {reason}")
     if not problems:
         return None
     return (
@@ -156,7 +162,7 @@ def dry_run(words: Sequence[str]) -> int:
 def loop_arguments(words: Sequence[str], num_ranks: int) -> argparse.Namespace:
     """Return the arguments as the loop completes and checks them, for a run of so many ranks.
 
-    What this program's flags have and the loop's do not has their defaults. No rank is contacted.
+    Flags of this program that the loop does not have get their defaults. No rank is contacted.
 
     Args:
         words: the command line of ``pretrain_gpt.py``.
@@ -218,8 +224,9 @@ def build_datasets(
         )
     args = with_paths_of_files(args)
     source = gpt_datasets.find_data(args, tokenizer, tuple(num_samples))
-    for line in source.lines if source is not None else ():
-        say(line)
+    if source is not None:
+        for line in source.lines:
+            say(line)
     return build(args, tokenizer, source)
 
 
@@ -232,13 +239,18 @@ def with_paths_of_files(args: argparse.Namespace) -> argparse.Namespace:
         of_splits = json.loads(Path(args.per_split_data_args_path).read_text())
         for split in ("train", "valid", "test"):
             words = of_splits[split]
-            paths[f"{split}_data_path"] = words.split() if isinstance(words, str) else words
+            if isinstance(words, str):
+                words = words.split()
+            paths[f"{split}_data_path"] = words
     return argparse.Namespace(**{**vars(args), **paths})
 
 
 def tokenizer_choice(args: argparse.Namespace, kind: str) -> TokenizerChoice:
     """Return a type of tokenizer with its settings; the loop has those of all types."""
-    settings = {name: getattr(args, name) for name, kinds in OF_TYPES.items() if kind in kinds}
+    settings = {}
+    for name, kinds in OF_TYPES.items():
+        if kind in kinds:
+            settings[name] = getattr(args, name)
     return TokenizerChoice(kind, **settings)
 
 

@@ -12,7 +12,7 @@ from operator import add
 
 from torch import nn
 
-from megatron.fsdp.builder import names_of_groups
+from megatron.fsdp.builder import GroupKey, names_of_groups
 from megatron.fsdp.engine import unit_choice
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
 from megatron.fsdp.engine.policy import (
@@ -77,38 +77,21 @@ class MemoryEstimate:
 
 def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate:
     """Return the bytes on one rank of the part of a model that it has, on any device."""
-    fine_grained = memory_plan.fine_grained
     wanted = resolve_unit_modules(memory_plan.unit_modules)
-    units = unit_choice.find_units(model, wanted, fine_grained=fine_grained)
+    units = unit_choice.find_units(model, wanted, fine_grained=memory_plan.fine_grained)
     parameters_of = unit_choice.assign_parameters(units)
-    if not fine_grained:
+    if not memory_plan.fine_grained:
         unit_choice.merge_small_units(units, parameters_of, memory_plan.prefetch_bytes)
-    of_units = []
+    usages = []
     for parameters in parameters_of.values():
-        of_unit: Counter[str] = Counter()
         kinds = kinds_of(model, parameters, has_expert_mesh=memory_plan.expert is not None)
-        for key, names in names_of_groups(parameters, kinds).items():
-            axes = memory_plan.dense
-            if key.kind is ParameterKind.EXPERT and memory_plan.expert:
-                axes = memory_plan.expert
-            precision = memory_plan.precision.resolve(key.stored.dtype, key.trainable)
-            for is_coded in (False, True):
-                members = [parameters[name] for name in names]
-                members = [one for one in members if (one in memory_plan.coded) == is_coded]
-                shapes = [tuple(local_tensor(one).shape) for one in members]
-                element = memory_plan.code_bytes if is_coded else precision.compute.itemsize
-                strategy = memory_plan.strategy.of(key.kind)
-                matrices = memory_plan.matrices.intersection(members)
-                in_matrices = sum(local_tensor(one).numel() for one in matrices)
-                rest = (axes, strategy, precision, key.trainable, memory_plan, element, in_matrices)
-                of_unit.update(_of_group(shapes, *rest) if members else {})
-        of_units.append(of_unit)
+        usages.append(_usage_of_unit(parameters, kinds, memory_plan))
 
     def whole(part: str) -> int:
-        return sum(unit[part] for unit in of_units)
+        return sum(usage[part] for usage in usages)
 
-    def two_largest(part: str) -> int:  # of what is freed after its use
-        return sum(sorted(unit[part] for unit in of_units)[-2:])
+    def two_largest(part: str) -> int:  # for memory that is freed after its use
+        return sum(sorted(usage[part] for usage in usages)[-2:])
 
     return MemoryEstimate(
         weights=whole("weights"),
@@ -120,77 +103,185 @@ def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate
     )
 
 
+def _usage_of_unit(
+    parameters: dict[str, nn.Parameter],
+    kinds: dict[str, ParameterKind],
+    memory_plan: MemoryPlan,
+) -> Counter[str]:
+    """Return the bytes of the groups of a unit, by part.
+
+    Args:
+        parameters: those of the unit, by their names.
+        kinds: their kinds, by their names.
+        memory_plan: the sharding of the model.
+    """
+    usage: Counter[str] = Counter()
+    for key, names in names_of_groups(parameters, kinds).items():
+        coded = []
+        plain = []
+        for name in names:
+            parameter = parameters[name]
+            if parameter in memory_plan.coded:
+                coded.append(parameter)
+            else:
+                plain.append(parameter)
+        for members, code_bytes in ((plain, None), (coded, memory_plan.code_bytes)):
+            if members:
+                group = _GroupUsage.of(key, members, memory_plan, code_bytes)
+                usage.update(group.bytes_of_weights())
+                if key.trainable:
+                    usage.update(group.bytes_of_training())
+    return usage
+
+
 def experts_in(model: nn.Module) -> bool:
     """Return True if a model has expert parameters, which have a mesh of their own."""
-    return any(belongs_to_expert(*named) for named in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        if belongs_to_expert(name, parameter):
+            return True
+    return False
 
 
 def host_bytes(numel: int, precision: Precision, trainable: bool, states: int) -> int:
-    """Return the bytes of a group with ``numel`` owned elements whose shards are on the host."""
-    dtypes = [precision.main_param]
-    if trainable:
-        dtypes += [precision.main_param] * states + [precision.main_grad]
-        # The gradient in the dtype of the optimizer is another tensor, which is kept too.
-        dtypes += {precision.main_param} - {precision.main_grad}
-    return sum(numel * dtype.itemsize for dtype in dtypes)
+    """Return the bytes of a group whose shards are on the host.
 
-
-def _of_group(
-    shapes: list[tuple[int, ...]],
-    axes: AxisSizes,
-    strategy: tuple[ShardingStrategy, bool],
-    precision: Precision,
-    trainable: bool,
-    memory_plan: MemoryPlan,
-    compute: float,
-    in_matrices: int,
-) -> dict[str, int]:
-    """Return the bytes of one group; see [Note: the weights of a group] for its tensors.
-
-    ``compute`` are those of an element as the forward reads it, which may be a code;
-    ``in_matrices`` is the number of elements in matrices that have owners.
+    Args:
+        numel: elements that the rank owns.
+        precision: dtypes of the group.
+        trainable: with gradients and optimizer state.
+        states: tensors of optimizer state for each weight, in the dtype of main weights.
     """
-    level, shards_outer = strategy
-    num_inner = axes.inner if level.shards_optimizer else 1
-    num_outer = axes.outer if shards_outer else 1
-    layout = plan(shapes, num_inner * num_outer, memory_plan.granularity)
-    whole, inner_shard, owned = layout.numel, layout.numel // num_inner, layout.shard_size
     main = precision.main_param.itemsize
-    is_freed = level.shards_parameters and num_inner > 1
-    has_main = precision.main_param != precision.compute
-    weights = owned * main if has_main else 0
-    if not is_freed:
-        weights += int(whole * compute)
-    elif not has_main or num_outer > 1 or compute != precision.compute.itemsize:
-        # Codes are made once a step. Else the compute shard is cast at each all-gather.
-        weights += int(inner_shard * compute)
-    has_own = has_main or (is_freed and num_outer == 1)  # main weights that are nothing else
-    kept = 1 - memory_plan.offloaded
-    weights -= int(owned * main * memory_plan.offloaded) if has_own else 0
-    host = host_bytes(owned, precision, trainable, memory_plan.states)
-    parts = {"weights": weights, "gathered": int(whole * compute) if is_freed else 0}
-    parts["host"] = int(host * memory_plan.offloaded)
-    if not trainable:
-        return parts
-    # The gradient is kept in its own dtype, or in that of the optimizer, not in both at once.
-    gradients = owned * (precision.main_grad.itemsize if memory_plan.decoupled else main)
-    state = memory_plan.state_bytes or main * memory_plan.states
-    momentum = in_matrices // (axes.inner * axes.outer) * main
-    others = owned - in_matrices // (num_inner * num_outer)
-    frees_local = level.shards_gradients and num_inner > 1
-    waiting = at_once = 0  # for other microbatches, or from the end of a backward to the reduction
-    if frees_local:
-        at_once = whole * precision.grad_comm.itemsize
-    elif num_inner * num_outer > 1 or memory_plan.offloaded:  # else they are the gradient shard
-        waiting = whole * precision.main_grad.itemsize
-    inner_sum = inner_shard * precision.main_grad.itemsize
-    if num_inner > 1 and axes.outer > 1:
-        # Below level 2 it is reduced over the outer axis at once.
-        waiting += inner_sum if frees_local else 0
-        at_once += 0 if frees_local else inner_sum
-    return parts | {
-        "gradients": int(gradients * kept),
-        "optimizer_state": int(others * kept) * state + int(momentum * kept),
-        "waiting": waiting,
-        "reduced_at_once": at_once,
-    }
+    element = main
+    if trainable:
+        element += main * states + precision.main_grad.itemsize
+        if precision.main_param != precision.main_grad:
+            # The gradient in the dtype of the optimizer is another tensor, which is kept too.
+            element += main
+    return numel * element
+
+
+@dataclass(frozen=True)
+class _GroupUsage:
+    """The sizes of one group on a rank; see [Note: the weights of a group] for its tensors."""
+
+    memory_plan: MemoryPlan
+    precision: Precision
+    trainable: bool
+    compute_bytes: float
+    """Bytes of an element as the forward reads it, which may be a code."""
+    axes: AxisSizes
+    level: ShardingStrategy
+    num_inner: int
+    """Ranks of the inner axis over which main weights are sharded."""
+    num_outer: int
+    """Ranks of the outer axis over which they are sharded."""
+    numel: int
+    """Elements of the whole group, with padding."""
+    numel_in_matrices: int
+    """Elements in matrices that have owners."""
+
+    @classmethod
+    def of(
+        cls,
+        key: GroupKey,
+        members: list[nn.Parameter],
+        memory_plan: MemoryPlan,
+        code_bytes: float | None,
+    ) -> _GroupUsage:
+        """Lay a group out.
+
+        Args:
+            key: properties of all members.
+            members: weights of the group, all stored as codes or none.
+            memory_plan: settings of the model.
+            code_bytes: bytes of an element that is gathered as a code; None for plain weights.
+        """
+        axes = memory_plan.dense
+        if key.kind is ParameterKind.EXPERT and memory_plan.expert is not None:
+            axes = memory_plan.expert
+        level, shards_outer = memory_plan.strategy.of(key.kind)
+        num_inner = axes.inner if level.shards_optimizer else 1
+        num_outer = axes.outer if shards_outer else 1
+        shapes = [tuple(local_tensor(member).shape) for member in members]
+        layout = plan(shapes, num_inner * num_outer, memory_plan.granularity)
+        precision = memory_plan.precision.resolve(key.stored.dtype, key.trainable)
+        matrices = memory_plan.matrices.intersection(members)
+        return cls(
+            memory_plan=memory_plan,
+            precision=precision,
+            trainable=key.trainable,
+            compute_bytes=precision.compute.itemsize if code_bytes is None else code_bytes,
+            axes=axes,
+            level=level,
+            num_inner=num_inner,
+            num_outer=num_outer,
+            numel=layout.numel,
+            numel_in_matrices=sum(local_tensor(matrix).numel() for matrix in matrices),
+        )
+
+    @property
+    def owned(self) -> int:
+        """Elements of this rank's shard of main weights."""
+        return self.numel // (self.num_inner * self.num_outer)
+
+    @property
+    def inner_shard(self) -> int:
+        """Elements of a shard over the inner axis alone."""
+        return self.numel // self.num_inner
+
+    def bytes_of_weights(self) -> dict[str, int]:
+        """Return the bytes of weights, on the device and on the host, with all of its state."""
+        precision = self.precision
+        main = precision.main_param.itemsize
+        has_main = precision.main_param != precision.compute
+        is_freed = self.level.shards_parameters and self.num_inner > 1
+        gathered = int(self.numel * self.compute_bytes)
+        weights = 0
+        if has_main:
+            weights += self.owned * main
+        if not is_freed:
+            weights += gathered
+        elif not has_main or self.num_outer > 1 or self.compute_bytes != precision.compute.itemsize:
+            # Codes are made once a step. Otherwise the compute shard is cast at each all-gather.
+            weights += int(self.inner_shard * self.compute_bytes)
+        offloaded = self.memory_plan.offloaded
+        if has_main or (is_freed and self.num_outer == 1):  # main weights that are nothing else
+            weights -= int(self.owned * main * offloaded)
+        host = host_bytes(self.owned, precision, self.trainable, self.memory_plan.states)
+        return {
+            "weights": weights,
+            "gathered": gathered if is_freed else 0,
+            "host": int(host * offloaded),
+        }
+
+    def bytes_of_training(self) -> dict[str, int]:
+        """Return the bytes of gradients and of optimizer state on the device."""
+        memory_plan = self.memory_plan
+        main = self.precision.main_param.itemsize
+        main_grad = self.precision.main_grad.itemsize
+        # The gradient is kept in its own dtype, or in that of the optimizer, not in both at once.
+        gradients = self.owned * (main_grad if memory_plan.decoupled else main)
+        state = memory_plan.state_bytes or main * memory_plan.states
+        momentum = self.numel_in_matrices // (self.axes.inner * self.axes.outer) * main
+        others = self.owned - self.numel_in_matrices // (self.num_inner * self.num_outer)
+        waiting = 0  # for other microbatches
+        at_once = 0  # from the end of a backward to the reduction
+        frees_local = self.level.shards_gradients and self.num_inner > 1
+        if frees_local:
+            at_once += self.numel * self.precision.grad_comm.itemsize
+        elif self.num_inner * self.num_outer > 1 or memory_plan.offloaded:
+            waiting += self.numel * main_grad  # otherwise they are the gradient shard
+        if self.num_inner > 1 and self.axes.outer > 1:
+            inner_sum = self.inner_shard * main_grad
+            if frees_local:
+                waiting += inner_sum
+            else:  # below level 2 it is reduced over the outer axis at once
+                at_once += inner_sum
+        kept = 1 - memory_plan.offloaded
+        return {
+            "gradients": int(gradients * kept),
+            "optimizer_state": int(others * kept) * state + int(momentum * kept),
+            "waiting": waiting,
+            "reduced_at_once": at_once,
+        }

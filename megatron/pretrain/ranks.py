@@ -30,10 +30,18 @@ from megatron.mcore_adapter.run.model_parallel import backend_for, initialize_mo
 
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """Environment of a program that was started without torchrun: a world of one rank."""
-OF_ONE_MACHINE = """data_cache_path tensorboard_dir config_logger_dir
-    non_persistent_local_ckpt_dir wandb_project wandb_entity wandb_exp_name wandb_save_dir
-    logging_level"""
-"""Arguments that may be others on other ranks: folders of their machine, and what it reports."""
+OF_ONE_MACHINE = (
+    "data_cache_path",
+    "tensorboard_dir",
+    "config_logger_dir",
+    "non_persistent_local_ckpt_dir",
+    "wandb_project",
+    "wandb_entity",
+    "wandb_exp_name",
+    "wandb_save_dir",
+    "logging_level",
+)
+"""Arguments that may differ between ranks: folders of their machine, and reports from it."""
 
 
 def start(args: argparse.Namespace) -> torch.device:
@@ -69,11 +77,10 @@ def start(args: argparse.Namespace) -> torch.device:
 def agree_on_arguments(args: argparse.Namespace) -> None:
     """Raise one ``ValueError`` on all ranks if their command lines differ; a collective."""
     # Ranks with other sizes would wait for each other, and with other rates train other models.
-    values = {
-        f"--{dest.replace('_', '-')}": with_urls(repr(value))
-        for dest, value in vars(args).items()
-        if dest not in OF_ONE_MACHINE.split()
-    }
+    values = {}
+    for name, value in vars(args).items():
+        if name not in OF_ONE_MACHINE:
+            values[f"--{name.replace('_', '-')}"] = with_urls(repr(value))
     refuse_differences(values, [None])
 
 
@@ -123,7 +130,7 @@ def stop() -> None:
     """Leave the process groups together, so that no rank reports another's exit as an error.
 
     A rank that wakes late finds in gloo that those it waited for have left the barrier and closed
-    their connections. That is no error either: one that failed before the barrier says so itself.
+    their connections. That is no error either: a rank that fails before the barrier reports it.
     """
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):

@@ -15,7 +15,7 @@ INTERRUPTED = 2.0**16
 
 @dataclass
 class StopRequest:
-    """A request to stop: what this rank asks for, and what all ranks have agreed on."""
+    """A request to stop, by this rank and as agreed between all ranks."""
 
     exit_duration_in_mins: int | None = None
     """Minutes after which this rank asks to stop; None for no limit."""
@@ -47,10 +47,10 @@ class StopRequest:
         self._before.setdefault(number, signal.signal(number, request))
 
     def forget_signals(self) -> None:
-        """Give signals back to the handlers of before: nothing reads the requests any more.
+        """Restore the handlers of before: nothing reads the requests any more.
 
-        SIGTERM is kept until the program ends where the run stops because of a request: ranks hear
-        of the signal at different times, and it may not cut what comes after the loop.
+        SIGTERM is kept until the program ends where the run stops because of a request: ranks get
+        the signal at different times, and it may not interrupt the work after the loop.
         """
         if self.terminated or self.agreed:
             self._before.pop(signal.SIGTERM, None)
@@ -68,6 +68,6 @@ class StopRequest:
         return float(time.monotonic() - self.started > self.exit_duration_in_mins * 60)
 
     def count(self, votes: float) -> None:
-        """Note the sum of the votes of all ranks."""
+        """Store the result of a vote, given the sum over all ranks."""
         self.agreed = votes > 0
         self.interrupted = votes >= INTERRUPTED

@@ -29,20 +29,33 @@ from megatron.pretrain.model.gpt_model import build_chunk
 
 Parse: TypeAlias = Callable[[list[str]], tuple[argparse.Namespace, list[str]]]
 """Completes the arguments of a command line, see `parse_arguments`."""
-ONE = """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
-    expert_model_parallel_size expert_tensor_parallel_size data_parallel_size world_size
-    num_distributed_optimizer_instances"""
-NONE = """virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
-    num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout
-    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
-    hierarchical_context_parallel_sizes"""
-OFF = """sequence_parallel tp_comm_overlap overlap_moe_expert_parallel_comm delay_wgrad_compute
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    init_model_with_meta_device gradient_accumulation_fusion defer_embedding_wgrad_compute"""
-ONE_RANK = (
-    dict.fromkeys(ONE.split(), 1) | dict.fromkeys(NONE.split()) | dict.fromkeys(OFF.split(), False)
-)
-"""Arguments that divide a model between ranks."""
+ONE_RANK = {
+    "world_size": 1,
+    "data_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "num_distributed_optimizer_instances": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "hierarchical_context_parallel_sizes": None,
+    "sequence_parallel": False,
+    "tp_comm_overlap": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "delay_wgrad_compute": False,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "init_model_with_meta_device": False,
+    "gradient_accumulation_fusion": False,
+    "defer_embedding_wgrad_compute": False,
+}
+"""Arguments that divide a model between ranks, with values for a single one."""
 SIZES = {
     "hidden_size": 64,
     "ffn_hidden_size": 64,
@@ -60,7 +73,7 @@ SIZES = {
 }
 """Sizes of which no setting depends on the value, and the most of each that a trial needs."""
 ROWS = 64
-"""Of the embedding."""
+"""Rows of the embedding."""
 TOGGLES = ("model", "multi-latent attention", "mixture of experts")
 """Sections of --help-all whose switches may be the cure."""
 PATIENCE_SECONDS = 120
@@ -79,7 +92,8 @@ def small(args: argparse.Namespace) -> argparse.Namespace:
     for name, most in SIZES.items():
         if values.get(name):
             values[name] = min(values[name], most)
-    values["num_layers"] = kept = layers_of_each_kind(args)
+    kept = layers_of_each_kind(args)
+    values["num_layers"] = kept
     for name, value in vars(args).items():
         if isinstance(value, list) and len(value) == args.num_layers:  # one for each layer
             values[name] = value[:kept]
@@ -90,10 +104,12 @@ def small(args: argparse.Namespace) -> argparse.Namespace:
 
 def layers_of_each_kind(args: argparse.Namespace) -> int:
     """Return the number of first layers among which are a dense one and one with experts."""
-    frequency, number = args.moe_layer_freq, 1
+    frequency = args.moe_layer_freq
+    number = 1
     if args.num_experts and isinstance(frequency, list):
-        kinds = [bool(each) for each in frequency]
-        number = max(kinds.index(kind) for kind in set(kinds)) + 1
+        has_experts = [bool(entry) for entry in frequency]
+        while len(set(has_experts[:number])) < len(set(has_experts)):
+            number += 1
     elif args.num_experts and frequency > 1:
         number = 2
     if isinstance(args.no_rope_freq, int):  # of which it must be a multiple
@@ -136,13 +152,20 @@ def check_model(args: argparse.Namespace, argv: Sequence[str], parse: Parse) -> 
 
 
 def problem_of(args: argparse.Namespace, argv: list[str], parse: Parse) -> str:
-    """Return what is wrong with a command line, or an empty text."""
+    """Return the error of a small model with the flags that cure it, or an empty text.
+
+    Args:
+        args: completed arguments.
+        argv: the words of the command line.
+        parse: completes the arguments of other words.
+    """
     gc.freeze()  # garbage of the process, such as groups with threads, is not collected in a fork
-    signal.alarm(PATIENCE_SECONDS)  # which ends the process: then nothing is known
+    signal.alarm(PATIENCE_SECONDS)  # ends the process, which then reports nothing
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # a fork has no threads of those that were there
-    if (error := error_of(args)) is None:
+    error = error_of(args)
+    if error is None:
         return ""
     cures = ", ".join(list(cures_of(argv, parse))[:NAMED]) or "no change of one flag"
     return (
@@ -154,7 +177,8 @@ def problem_of(args: argparse.Namespace, argv: list[str], parse: Parse) -> str:
 def error_of(args: argparse.Namespace) -> Exception | None:
     """Return the error of a small model, if it has one."""
     try:
-        with pretending(tried := small(args), stage=0), bounded_recomputation():
+        tried = small(args)
+        with pretending(tried, stage=0), bounded_recomputation():
             run(tried)
     except Exception as error:  # of any kind: it would end the run too
         return error
@@ -181,7 +205,8 @@ def bounded_recomputation() -> Iterator[None]:
     It does where a recomputed layer returns a weight, which then has the recomputation as its
     history.
     """
-    backward, depth = torch.autograd.backward, 0
+    backward = torch.autograd.backward
+    depth = 0
 
     def count(*args: Any, **kwargs: Any) -> None:
         nonlocal depth
@@ -204,7 +229,10 @@ def cures_of(argv: list[str], parse: Parse) -> Iterator[str]:
     """Yield the changes of single flags with which a small model runs."""
     flags = one_flag_each(argv)
     given = {words[0] for words in flags}
-    tried = {f"with {flag}": [*argv, flag] for flag in switches() if flag not in given}
+    tried = {}
+    for flag in switches():
+        if flag not in given:
+            tried[f"with {flag}"] = [*argv, flag]
     for number, words in enumerate(flags):
         others = flags[:number] + flags[number + 1 :]
         tried[f"without {words[0]}"] = list(chain.from_iterable(others))
@@ -220,6 +248,7 @@ def cures_of(argv: list[str], parse: Parse) -> Iterator[str]:
 def switches() -> Iterator[str]:
     """Yield the flags without a value that change a model."""
     groups = all_flags()
-    for flag in chain.from_iterable(map(groups.__getitem__, TOGGLES)):
-        if flag.kind != "value":
-            yield flag.names[0]
+    for section in TOGGLES:
+        for flag in groups[section]:
+            if flag.kind != "value":
+                yield flag.names[0]

@@ -18,12 +18,9 @@ from megatron.core.transformer.module import Float16Module
 from torch import nn
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
+from megatron.mcore_adapter.core_engine import CoreEngine
 from megatron.mcore_adapter.core_initialiser import MegatronCoreInitialiser
-from megatron.mcore_adapter.data_parallel import (
-    CoreEngine,
-    FullyShardedDataParallel,
-    default_unit_modules,
-)
+from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel, default_unit_modules
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.model.layer_specs import layer_spec
 from megatron_fsdp import FSDPDistributedIndex, MixedPrecisionPolicy

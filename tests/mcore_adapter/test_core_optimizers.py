@@ -14,6 +14,7 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megat
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.mcore_adapter import FullyShardedDataParallel, core_optimizers
+from megatron.mcore_adapter.precision_aware import unscaled_moments
 from megatron.pretrain.arguments.configs import ddp_config
 from tests.support.mcore_adapter.wrapped_models import assert_same, backward, make_module
 from tests.support.pairwise import each_value
@@ -164,5 +165,5 @@ def test_a_model_that_is_gone_is_not_followed() -> None:
 def test_checkpoints_take_any_number_of_optimizers_in_a_chain() -> None:
     parts: list[Any] = [SimpleNamespace(config=None, optimizer=None)] * 2
     for number in range(3):
-        with core_optimizers.unscaled_moments(ChainedOptimizer(parts[:number])):
+        with unscaled_moments(ChainedOptimizer(parts[:number])):
             pass

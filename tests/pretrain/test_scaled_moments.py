@@ -13,7 +13,7 @@ import torch
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.mcore_adapter.checkpoints import checkpointing
-from megatron.mcore_adapter.core_optimizers import unscaled_moments
+from megatron.mcore_adapter.precision_aware import unscaled_moments
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.run_state import Progress
 from tests.pretrain.test_copies_during_a_step import train_with_late_copies

@@ -50,7 +50,7 @@ from megatron.mcore_adapter.checkpoints.saved_state import (
     run_state,
 )
 from megatron.mcore_adapter.checkpoints.torch_dist_format import TorchDistFormat
-from megatron.mcore_adapter.core_optimizers import unscaled_moments
+from megatron.mcore_adapter.precision_aware import unscaled_moments
 from megatron.mcore_adapter.run.errors import RunError, is_of_machine
 from megatron.mcore_adapter.run.first_rank import Say, on_first_rank, wait_until_visible
 from megatron.mcore_adapter.run.run_state import Progress, TrainedParts

@@ -58,12 +58,14 @@ def run(build_datasets: BuildDatasets) -> None:
     settings: dict[str, Any] = {}
     if hasattr(argument_utils, "pretrain_cfg_container_from_args"):
         args = arguments.parse_and_validate_args()
-        of_model = getattr(argument_utils, "gpt_config_from_args", lambda args: None)(args)
+        config = None
         if args.hybrid_layer_pattern is not None:
-            of_model = argument_utils.hybrid_config_from_args(args)
+            config = argument_utils.hybrid_config_from_args(args)
             if args.transformer_impl != ENGINE:
-                of_model.hybrid_stack_spec = hybrid_stack(args.num_experts, args.normalization)
-        settings["cfg_container"] = argument_utils.pretrain_cfg_container_from_args(args, of_model)
+                config.hybrid_stack_spec = hybrid_stack(args.num_experts, args.normalization)
+        elif hasattr(argument_utils, "gpt_config_from_args"):
+            config = argument_utils.gpt_config_from_args(args)
+        settings["cfg_container"] = argument_utils.pretrain_cfg_container_from_args(args, config)
     pretrain(
         train_valid_test_dataset_provider=provide,
         model_provider=build_model,
@@ -80,10 +82,18 @@ def build_model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """Build a chunk of the model for loops before 0.19, which have no builder of their own."""
+    """Build a chunk of the model for loops before 0.19, which have no builder of their own.
+
+    Args:
+        pre_process: with the embedding, in the first pipeline stage.
+        post_process: with the output layer, in the last one.
+        vp_stage: number of the virtual pipeline stage; None without virtual stages.
+        config: ignored: the model's config is made of the loop's arguments.
+        pg_collection: process groups; None: those of ``parallel_state``.
+    """
     args = get_args()
-    home = argument_utils if hasattr(argument_utils, MODEL_CONFIG) else arguments
-    config = getattr(home, MODEL_CONFIG)(args)
+    module = argument_utils if hasattr(argument_utils, MODEL_CONFIG) else arguments
+    config = getattr(module, MODEL_CONFIG)(args)
     with_engine = args.transformer_impl == ENGINE
     layers = get_gpt_decoder_block_spec(
         config,
@@ -120,10 +130,8 @@ def hybrid_stack(num_experts: int | None, normalization: str) -> ModuleSpec:
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
 
-    dense, sparse = (
-        get_gpt_layer_local_spec(each, normalization=normalization).submodules
-        for each in (None, num_experts)
-    )
+    dense = get_gpt_layer_local_spec(None, normalization=normalization).submodules
+    sparse = get_gpt_layer_local_spec(num_experts, normalization=normalization).submodules
     nothing = TransformerLayerSubmodules()
     no_attention = {name: getattr(nothing, name) for name in ATTENTION}
     no_mlp = {name: getattr(nothing, name) for name in MLP}
@@ -140,11 +148,20 @@ def hybrid_stack(num_experts: int | None, normalization: str) -> ModuleSpec:
 def forward_step(
     data: Iterator[dict[str, Tensor]], model: GPTModel, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[[Tensor], Loss]]:
-    """Run the model on the next microbatch, or return its plan for the combined 1F1B schedule."""
+    """Run the model on the next microbatch, or return its plan for the combined 1F1B schedule.
+
+    Args:
+        data: yields tensors ``[batch, sequence]`` by the names of :data:`BATCH_KEYS`.
+        model: this chunk of it, inside its wrappers.
+        return_schedule_plan: return the plan, with which the schedule runs the model itself.
+
+    Returns:
+        The output of the model, or its plan, and the function that makes the loss of an output.
+    """
     device = torch.cuda.current_device()
     sample = next(data)
     batch = {}
-    for name in BATCH_KEYS:  # blended data has the number of the data set beside
+    for name in BATCH_KEYS:  # blended data has the number of the data set too
         if name in sample:
             batch[name] = sample[name].to(device, non_blocking=True)
     batch = batch_on_this_rank(batch)

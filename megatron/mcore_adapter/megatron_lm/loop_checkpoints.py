@@ -2,18 +2,17 @@
 """Checkpoints of Megatron-LM's loop in the format fsdp_dtensor, by the code that both loops share.
 
 They are complete or absent, signed, and verified when they are loaded; a load takes any format, and
-falls back to the newest sound checkpoint. What the loop does around a save and a load stays: its
-lines, its counters, and its calls of other packages. Runs without ``--use-megatron-fsdp``, and what
-the shared code does not have (checkpoints on the disks of nodes, releases), are the loop's own.
+falls back to the newest sound checkpoint. The loop's lines, its counters and its calls of other
+packages around a save and a load remain. Runs without ``--use-megatron-fsdp``, and checkpoints that
+the shared code does not have (on the disks of nodes, releases), are handled by the loop itself.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,7 +35,7 @@ from megatron.mcore_adapter.checkpoints.checkpoint_source import (
     non_persistent_root,
 )
 from megatron.mcore_adapter.checkpoints.entered_together import entered_together
-from megatron.mcore_adapter.megatron_lm.loaded_names import with_original
+from megatron.mcore_adapter.megatron_lm.loaded_names import Arguments, Function, with_original
 from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.run.environment import say
 from megatron.mcore_adapter.run.errors import RunError
@@ -46,11 +45,11 @@ from megatron.mcore_adapter.watch import position
 
 
 class LoopCheckpoints:
-    """The loop's functions on checkpoints, replaced, and what is kept between their calls.
+    """Replacements of the loop's functions on checkpoints, with the state between their calls.
 
     Args:
         modules: ``checkpointing``, ``training`` and ``initialize`` of ``megatron.training``.
-        own_arguments: arguments of this project's checkpoints that the loop does not know.
+        own_arguments: values of :data:`~...loop_flags.OWN_FLAGS`, which the loop does not know.
     """
 
     def __init__(
@@ -91,41 +90,43 @@ class LoopCheckpoints:
 
     # ---- the loop's functions; each gets the original, and its arguments by name
 
-    def set_up(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """Build model, optimizer and schedule, and note them for saves in the background.
+    def set_up(self, original: Function, given: Arguments) -> Any:
+        """Build model, optimizer and schedule, and keep them for saves in the background.
 
-        The directory of checkpoints is locked before: a second run in it would go on from the same
-        checkpoint.
+        The directory of checkpoints is locked before: a second run in it would continue from the
+        same checkpoint.
         """
         args = self._args()
         if is_shared(args) and args.save and not args.skip_train:
             self._lock(args.save)
-        model, optimizer, scheduler = result = original(**given)
+        model, optimizer, scheduler = original(**given)
         self._parts = TrainedParts(model, optimizer, scheduler)
-        return result
+        return model, optimizer, scheduler
 
-    def save(self, original: Callable[..., Any], given: dict[str, Any]) -> None:
+    def save(self, original: Function, given: Arguments) -> None:
         """Save a checkpoint, as ``save_checkpoint`` does; a collective.
 
         Raises:
             RunError: on every rank, if any rank could not write; nothing is left behind then.
         """
         args = self._args()
-        is_extra = given.get("non_persistent_ckpt", False)
-        is_local = is_extra and args.non_persistent_ckpt_type == "local"
+        is_non_persistent = given.get("non_persistent_ckpt", False)
+        is_local = is_non_persistent and args.non_persistent_ckpt_type == "local"
         if not is_shared(args) or is_local or given.get("release", False):
             original(**given)
             return
         iteration = given["iteration"]
         parts = TrainedParts(given["model"], given["optimizer"], given["opt_param_scheduler"])
         progress = Progress(
-            iteration,
-            args.consumed_train_samples,
-            args.skipped_train_samples,
-            args.consumed_valid_samples,
-            given["num_floating_point_operations_so_far"],
+            iteration=iteration,
+            consumed_train_samples=args.consumed_train_samples,
+            skipped_train_samples=args.skipped_train_samples,
+            consumed_valid_samples=args.consumed_valid_samples,
+            num_floating_point_operations_so_far=given["num_floating_point_operations_so_far"],
         )
-        root = non_persistent_root(args, args.save) if is_extra else args.save
+        root = args.save
+        if is_non_persistent:
+            root = non_persistent_root(args, args.save)
         self._loop.ft_integration.on_checkpointing_start()
         metrics = self._loop.on_save_checkpoint_start(args.async_save)
         self._loop.maybe_save_dataloader_state(
@@ -137,12 +138,12 @@ class LoopCheckpoints:
                 self._background().save(parts, progress, root)
             else:
                 checkpointing.save(args, parts, progress, say, root)
-                self._published(root, progress)
+                self._report_published(root, progress)
         if self._loop.is_last_rank():
             self._loop.on_save_checkpoint_success(metrics, args.async_save)
         self._loop.ft_integration.on_checkpointing_end(is_async_finalization=False)
 
-    def load(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+    def load(self, original: Function, given: Arguments) -> Any:
         """Load a checkpoint, as ``load_checkpoint`` does; a collective.
 
         Returns:
@@ -160,7 +161,7 @@ class LoopCheckpoints:
         except (ValueError, OSError) as error:
             raise RunError(str(error)) from error
 
-    def _load(self, args: argparse.Namespace, given: dict[str, Any]) -> tuple[int, float]:
+    def _load(self, args: argparse.Namespace, given: Arguments) -> tuple[int, float]:
         parts = TrainedParts(given["ddp_model"], given["optimizer"], given["opt_param_scheduler"])
         with metadata_read_once(), collector_paused():
             source = checkpointing.choose_source(args, say)
@@ -169,18 +170,18 @@ class LoopCheckpoints:
             with entered_together():
                 progress = checkpointing.load_source(source, args, parts, say)
         if args.save:
-            on_first_rank(partial(save_directory.follow, args.save, source))
-        own = self._loop.get_args()
-        target = getattr(own, "override_ckpt_iteration", None)  # since 0.19
+            on_first_rank(lambda: save_directory.follow(args.save, source))
+        loop_args = self._loop.get_args()  # `args` is a copy
+        target = getattr(loop_args, "override_ckpt_iteration", None)  # since 0.19
         if target is not None:
-            progress = at_iteration(progress, target, source.path, own.global_batch_size)
+            progress = at_iteration(progress, target, source.path, loop_args.global_batch_size)
         if source.weights_only:
-            own.finetune = True
+            loop_args.finetune = True
         else:
-            own.consumed_train_samples = progress.consumed_train_samples
-            own.skipped_train_samples = progress.skipped_train_samples
-            own.consumed_valid_samples = progress.consumed_valid_samples
-            update_num_microbatches(consumed_samples=own.consumed_train_samples, verbose=True)
+            loop_args.consumed_train_samples = progress.consumed_train_samples
+            loop_args.skipped_train_samples = progress.skipped_train_samples
+            loop_args.consumed_valid_samples = progress.consumed_valid_samples
+            update_num_microbatches(consumed_samples=progress.consumed_train_samples, verbose=True)
         self._loop.set_checkpoint_version(CHECKPOINT_VERSION)
         if hasattr(self._loop, "set_loaded_iteration"):
             self._loop.set_loaded_iteration(progress.iteration)
@@ -196,7 +197,7 @@ class LoopCheckpoints:
             self._loop.ft_integration.on_checkpoint_loaded(is_local_chkpt=False)
         return progress.iteration, progress.num_floating_point_operations_so_far
 
-    def load_base(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+    def load_base(self, original: Function, given: Arguments) -> Any:
         """Return the arguments in the checkpoint that would be loaded, for ``rank0``.
 
         Ranks call it before there is a process group, to complete their command lines.
@@ -204,18 +205,20 @@ class LoopCheckpoints:
         args = self._args(given["args"])
         if not is_shared(args) or not given.get("rank0", False):
             return original(**given)
-        damage: Damage = {}
-        which = argparse.Namespace(**vars(args))
+        absent = None, "", False, None
+        if not given["load_dir"]:
+            return absent
         if given["load_dir"] == args.pretrained_checkpoint:
-            which.load = None
+            args.load = None
         else:
-            which.pretrained_checkpoint = None
+            args.pretrained_checkpoint = None
+        damage: Damage = {}
         try:
-            source = find_source(which, say, damage) if given["load_dir"] else None
+            source = find_source(args, say, damage)
         except (ValueError, OSError) as error:
             tested.end_program(f"error: {error}", 1)
         if source is None:
-            return None, "", False, None
+            return absent
         stored = stored_arguments(source.path)
         content: dict[str, Any] = {
             "iteration": source.iteration,
@@ -226,12 +229,12 @@ class LoopCheckpoints:
         form = self._loop.CheckpointType.FSDP_DTENSOR
         return content, str(source.path), source.iteration == directory.RELEASE, form
 
-    def start_worker(self, original: Callable[..., Any], given: dict[str, Any]) -> None:
-        """Start no process of the loop: saves in the background have their own."""
+    def start_worker(self, original: Function, given: Arguments) -> None:
+        """Start the loop's process for its own saves alone: those of this project have others."""
         if not is_shared(self._args()):
             original(**given)
 
-    def finalize(self, original: Callable[..., Any], given: dict[str, Any]) -> None:
+    def finalize(self, original: Function, given: Arguments) -> None:
         """Publish a checkpoint of ``--async-save`` that all ranks have written; a collective.
 
         The loop calls it before every iteration, and at the end of training.
@@ -257,15 +260,16 @@ class LoopCheckpoints:
                 saves.end()
                 self._unlock()
 
-    # ---- what they share
+    # ---- parts of them
 
     def _args(self, args: argparse.Namespace | None = None) -> argparse.Namespace:
-        """Return the loop's arguments with those that it does not know."""
-        given = vars(self._loop.get_args() if args is None else args)
-        return argparse.Namespace(**{**self._defaults, **given})
+        """Return a copy of the loop's arguments with those that it does not know."""
+        if args is None:
+            args = self._loop.get_args()
+        return argparse.Namespace(**{**self._defaults, **vars(args)})
 
     def _lock(self, root: str) -> None:
-        """Lock a directory of checkpoints for this run, and remove what killed saves have left."""
+        """Lock a directory of checkpoints for this run, and remove the files of killed saves."""
         path = Path(root).absolute()
         if path not in self._roots:
             self._roots.add(path)
@@ -282,13 +286,15 @@ class LoopCheckpoints:
             assert self._parts is not None, "the loop has set the model up"
             device = next(self._parts.model[0].parameters()).device
             args = self._args()
-            saves = BackgroundSaves(args, device, say, partial(self._published, args.save))
+            saves = BackgroundSaves(
+                args, device, say, lambda progress: self._report_published(args.save, progress)
+            )
             self._hook = register_optimizer_step_pre_hook(lambda *_: saves.finish_copying())
             self._saves = saves
         return self._saves
 
-    def _published(self, root: str, progress: Progress) -> None:
-        """Say that a checkpoint is complete, as the loop does."""
+    def _report_published(self, root: str, progress: Progress) -> None:
+        """Report that a checkpoint is complete, as the loop does."""
         iteration = progress.iteration
         say(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
         path = directory.iteration_directory(root, iteration)
@@ -299,7 +305,17 @@ class LoopCheckpoints:
 
 
 def at_iteration(progress: Progress, iteration: int, source: Path, batch_size: int) -> Progress:
-    """Return the progress of a run as if it had come to another iteration, with equal batches."""
+    """Return the progress of a run as if it had come to another iteration, with equal batches.
+
+    Args:
+        progress: progress in the checkpoint.
+        iteration: the other one.
+        source: the directory of the checkpoint, whose arguments have its batch size.
+        batch_size: sequences in a global batch of this run.
+
+    Raises:
+        RunError: if the batches of the checkpoint had another size.
+    """
     saved = getattr(stored_arguments(source), "global_batch_size", batch_size)
     if saved != batch_size:
         raise RunError(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of Megatron-LM's training loop: the settings that ``--use-megatron-fsdp`` needs.
 
-The loop stops at an assertion where one of them is missing, and says so one at a time. Here they
-are added where the user says nothing, and everything that contradicts is refused at once. A machine
-without CUDA needs settings of its own, with any data-parallel class.
+The loop stops at an assertion where one of them is missing, and reports one at a time. Here they
+are added where the command line has none, and all contradictions are reported at once. A machine
+without CUDA needs further settings, with any data-parallel class.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ ASYNC_SWITCHES = ("--use-persistent-ckpt-worker",)
 
 NOT_TOGETHER = {
     "--overlap-moe-expert-parallel-comm": (
-        *("--fsdp-double-buffer", "--use-nccl-ub", "--mtp-num-layers"),
+        "--fsdp-double-buffer",
+        "--use-nccl-ub",
+        "--mtp-num-layers",
     ),
     "--delay-wgrad-compute": ("--megatron-fsdp-enable-fine-grained-param-gather",),
     "--optimizer-cpu-offload": ("--use-precision-aware-optimizer",),
@@ -70,16 +72,24 @@ CPU_VALUES = {
 ENGINE = ("--transformer-impl", "transformer_engine")
 """Layers for which somebody may bring kernels without CUDA: where the package can be imported."""
 CPU_SWITCHES = (
-    *("--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-rope-fusion"),
+    "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+    "--no-rope-fusion",
     "--no-gradient-accumulation-fusion",
 )
 KERNELS = (
-    *("--moe-permute-fusion", "--moe-router-fusion", "--moe-enable-deepep", "--tp-comm-overlap"),
+    "--moe-permute-fusion",
+    "--moe-router-fusion",
+    "--moe-enable-deepep",
+    "--tp-comm-overlap",
     "--use-nccl-ub",
 )
 """Flags that need kernels or memory of a GPU."""
 KERNELS_OF_ENGINE = (
-    *("--moe-grouped-gemm", "--fp8-format", "--fp4-format", "--use-precision-aware-optimizer"),
+    "--moe-grouped-gemm",
+    "--fp8-format",
+    "--fp4-format",
+    "--use-precision-aware-optimizer",
 )
 """Flags that need kernels of Transformer Engine."""
 
@@ -116,8 +126,10 @@ class LoopCommandLine:
 
     @property
     def version(self) -> int:
-        """The generation that the flag says, 1 without it."""
-        return 2 if self._value(VERSION) == "2" else 1
+        """The generation that the flag asks for, 1 without it."""
+        if self._value(VERSION) == "2":
+            return 2
+        return 1
 
     @property
     def completed(self) -> list[str]:
@@ -153,16 +165,20 @@ class LoopCommandLine:
         return self
 
     def notes(self) -> list[str]:
-        """Return what was changed, as parts of one line."""
-        notes = [f"set {' '.join(self.added)}"] if self.added else []
-        return notes + [f"removed {name} from the environment" for name in self.unset]
+        """Return the changes, as parts of one line."""
+        notes = []
+        if self.added:
+            notes.append(f"set {' '.join(self.added)}")
+        for name in self.unset:
+            notes.append(f"removed {name} from the environment")
+        return notes
 
     def _complete_for_fsdp(self) -> None:
         self._set_values(FSDP_VALUES, f"with {FSDP}")
         if self._value(VERSION) not in (None, "1", "2"):
             self.problems.append(f"{VERSION} expects 1 or 2 but got {self._value(VERSION)}")
-        for flag in FSDP_SWITCHES if self.version == 2 else ():
-            if self._has(flag):
+        for flag in FSDP_SWITCHES:
+            if self.version == 2 and self._has(flag):
                 self.problems.append(
                     f"{flag} with {VERSION} 2: hooks do what it is for; leave it out"
                 )
@@ -195,7 +211,8 @@ class LoopCommandLine:
             self.unset.append(CONNECTIONS)
 
     def _check_strategies(self) -> None:
-        strategy, outer = "--data-parallel-sharding-strategy", "--outer-dp-sharding-strategy"
+        strategy = "--data-parallel-sharding-strategy"
+        outer = "--outer-dp-sharding-strategy"
         instances = "--num-distributed-optimizer-instances"
         level = self._value(strategy)
         if self._value(outer) == "optim":
@@ -225,12 +242,16 @@ class LoopCommandLine:
                 self.problems.append(f"{flag} with {name}: it is for adam; leave it out")
 
     def _complete_for_cpu(self) -> None:
-        flag, value = ENGINE
-        with_engine = self.has_engine and self._value(flag) == value
-        wanted = {name: CPU_VALUES[name] for name in CPU_VALUES if name != flag or not with_engine}
-        self._set_values(wanted, "without CUDA")
+        implementation, engine = ENGINE
+        values = dict(CPU_VALUES)
+        kernels = list(KERNELS)
+        if self.has_engine and self._value(implementation) == engine:
+            del values[implementation]
+        else:
+            kernels += KERNELS_OF_ENGINE
+        self._set_values(values, "without CUDA")
         self._set_switches(CPU_SWITCHES)
-        for flag in KERNELS if with_engine else (*KERNELS, *KERNELS_OF_ENGINE):
+        for flag in kernels:
             if self._has(flag):
                 self.problems.append(f"{flag} needs a GPU, and there is none: leave it out")
 
@@ -245,7 +266,9 @@ class LoopCommandLine:
                 )
 
     def _set_switches(self, switches: Sequence[str]) -> None:
-        self.added += [flag for flag in switches if not self._has(flag)]
+        for flag in switches:
+            if not self._has(flag):
+                self.added.append(flag)
 
     def _has(self, flag: str) -> bool:
         return self._value(flag) is not None

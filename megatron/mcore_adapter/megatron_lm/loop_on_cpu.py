@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's training loop on machines without CUDA: replacements for its own CUDA call sites.
 
-:mod:`megatron.mcore_adapter.cpu` replaces those of Megatron-Core for good. The loop asks further
-questions, which other programs in the process must not hear answered: whether there is a device, of
-which number and architecture. Only modules of the loop get these answers. The loop also chooses
-local layers and an early release of pipeline outputs, for which a CPU needs replacements.
+:mod:`megatron.mcore_adapter.cpu` replaces those of Megatron-Core for good. The loop also asks
+whether there is a device, of which number and architecture. Only modules of the loop get an answer
+as of a GPU, no others in the process. The loop also chooses local layers and an early release of
+pipeline outputs, for which a CPU needs replacements.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from torch import nn
 
 from megatron.mcore_adapter.cpu import on_cpu
 from megatron.mcore_adapter.local_layers import LocalAttention, LocalLatentAttention, LocalNorm
+from megatron.mcore_adapter.megatron_lm.loaded_names import Arguments, Function
 
 try:
     from megatron.core.models.hybrid import hybrid_block
@@ -34,7 +34,7 @@ except ImportError:  # releases before 0.18
     hybrid_block = None
 
 LOOP = "megatron.training"
-"""The package that is told that there is a device."""
+"""The package whose modules find a device."""
 
 ARCHITECTURE = SimpleNamespace(major=9, minor=0, total_memory=0, name="CPU")
 """Properties of the device: the newest one of which the loop expects no settings of its own."""
@@ -63,8 +63,10 @@ class LoopOnCpu:
 
     def _replace_device(self) -> None:
         """Answer the loop's questions about a device, and make its tensors on the CPU."""
-        for name, answer in {"is_available": True, "device_count": 1}.items():
-            self._replace(torch.cuda, name, _for_the_loop(getattr(torch.cuda, name), answer))
+        self._replace(
+            torch.cuda, "is_available", _for_the_loop(torch.cuda.is_available, answer=True)
+        )
+        self._replace(torch.cuda, "device_count", _for_the_loop(torch.cuda.device_count, answer=1))
         self._replace(torch.cuda, "get_device_properties", lambda device=None: ARCHITECTURE)
         for name in ("set_device", "empty_cache", "reset_peak_memory_stats"):
             self._replace(torch.cuda, name, lambda *args, **kwargs: None)
@@ -93,7 +95,7 @@ class LoopOnCpu:
         setattr(owner, name, replacement)
 
 
-def with_own_random_state(original: Callable[..., Any], given: dict[str, Any]) -> Any:
+def with_own_random_state(original: Function, given: Arguments) -> Any:
     """Build the data without a change of the random state, which a checkpoint may have set.
 
     A loader of torch draws a number from the CPU's generator. Dropout on a GPU has another one.
@@ -112,12 +114,13 @@ class CoreAttention:
         cls, config: TransformerConfig, *args: Any, **kwargs: Any
     ) -> nn.Module:
         """Make the attention; arguments are those of DotProductAttention."""
-        needs_ours = config.context_parallel_size > 1 or config.multi_latent_attention
-        return (LocalAttention if needs_ours else DotProductAttention)(config, *args, **kwargs)
+        if config.context_parallel_size > 1 or config.multi_latent_attention:
+            return LocalAttention(config, *args, **kwargs)
+        return DotProductAttention(config, *args, **kwargs)
 
 
-def _for_the_loop(original: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-    """Return a function that answers modules of the loop, and calls the original for others."""
+def _for_the_loop(original: Function, answer: Any) -> Function:
+    """Return a function that returns ``answer`` to the loop, and calls the original for others."""
 
     @functools.wraps(original)
     def ask(*args: Any, **kwargs: Any) -> Any:

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from megatron.checkpoint.core.listing import some
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 from megatron.mcore_adapter.checkpoint_entries import Settings, settings_of_group
-from megatron.mcore_adapter.core_optimizers import make_optimizer_state, unscaled_moments
+from megatron.mcore_adapter.core_optimizers import make_optimizer_state
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
 from megatron.mcore_adapter.megatron_lm.loop_state_dicts import join_virtual_stages
+from megatron.mcore_adapter.precision_aware import unscaled_moments
 
 _original_sharded_state_dict = DistributedOptimizer.sharded_state_dict
 _original_load_state_dict = DistributedOptimizer.load_state_dict
@@ -36,20 +37,28 @@ def sharded_state_dict(
 ) -> dict[str, Any]:
     """Return Megatron-Core's state dict with all state and the loss scaler.
 
-    ``model_sharded_state_dict`` is the loop's state dict, in which virtual stages are joined.
+    Args:
+        optimizer: over models of this project; for others the original is called.
+        model_sharded_state_dict: the loop's state dict, in which virtual stages are joined in
+            place.
+        is_loading: ignored here: all state exists, so Megatron-Core needs no step to create it.
+        sharding_type: as in Megatron-Core.
+        metadata: as in Megatron-Core.
     """
+    if model_sharded_state_dict is None:
+        model_sharded_state_dict = {}
     is_ours = _is_over_our_models(optimizer)
-    whole = {} if model_sharded_state_dict is None else model_sharded_state_dict
     if is_ours:
-        join_virtual_stages(whole, optimizer.model_chunks)
+        join_virtual_stages(model_sharded_state_dict, optimizer.model_chunks)
         make_optimizer_state(optimizer)
-        # Megatron-Core would take a step to create state, but all state exists already.
         is_loading = False
     with unscaled_moments(optimizer):
         content = _original_sharded_state_dict(
-            optimizer, whole, is_loading, sharding_type, metadata
+            optimizer, model_sharded_state_dict, is_loading, sharding_type, metadata
         )
-        return _for_checkpoint(optimizer, content) if is_ours else content
+        if not is_ours:
+            return content
+        return _for_checkpoint(optimizer, content)
 
 
 def _for_checkpoint(optimizer: DistributedOptimizer, content: dict[str, Any]) -> dict[str, Any]:
@@ -58,20 +67,18 @@ def _for_checkpoint(optimizer: DistributedOptimizer, content: dict[str, Any]) ->
     state = {}
     for name, slots in content["state"].items():
         sharded = sharded_param_of(parameters[name])
-        state[name] = {slot: _checkpoint_value(sharded, value) for slot, value in slots.items()}
+        state[name] = dict(slots)
+        for slot, value in slots.items():
+            if isinstance(value, DTensor):
+                state[name][slot] = sharded.checkpoint_tensor(value)
     content["state"] = state
     # Parameters of a group share one dict, in which a load would leave no trace of a difference
     # between them.
-    content["param_to_group_meta"] = {
-        name: dict(settings) for name, settings in content["param_to_group_meta"].items()
-    }
+    settings = content["param_to_group_meta"]
+    content["param_to_group_meta"] = {name: dict(settings[name]) for name in settings}
     if optimizer.grad_scaler is not None:
         content["grad_scaler"] = optimizer.grad_scaler.state_dict()
     return content
-
-
-def _checkpoint_value(sharded: ShardedParam, value: Any) -> Any:
-    return sharded.checkpoint_tensor(value) if isinstance(value, DTensor) else value
 
 
 @functools.wraps(_original_load_state_dict)
@@ -84,7 +91,7 @@ def load_state_dict(optimizer: DistributedOptimizer, state_dict: dict[str, Any])
         _original_load_state_dict(optimizer, state_dict)
         return
     parameters = _parameters(optimizer)
-    unknown = sorted(name for name in state_dict["state"] if name not in parameters)
+    unknown = sorted(state_dict["state"].keys() - parameters.keys())
     if unknown:
         raise ValueError(f"the optimizer has no parameters of these names: {some(unknown)}")
     saved = state_dict["param_to_group_meta"]
@@ -92,8 +99,9 @@ def load_state_dict(optimizer: DistributedOptimizer, state_dict: dict[str, Any])
     make_optimizer_state(optimizer)
     with unscaled_moments(optimizer, is_load=True):
         for name, slots in state_dict["state"].items():
-            own = optimizer.optimizer.state[parameters[name]]
-            _load_slots(own, slots, sharded_param_of(parameters[name]))
+            parameter = parameters[name]
+            live_slots = optimizer.optimizer.state[parameter]
+            _load_slots(live_slots, slots, sharded_param_of(parameter))
     for group, settings_of_file in zip(optimizer.param_groups, settings):
         group.update(settings_of_file)
     if optimizer.grad_scaler is not None and "grad_scaler" in state_dict:
@@ -108,7 +116,7 @@ def _settings(
     optimizer: DistributedOptimizer, group: dict[str, Any], saved: Mapping[str, Settings]
 ) -> Settings:
     """Return the settings on which all parameters of a group that are in the file agree."""
-    names = map(optimizer._param_name, group["params"])
+    names = [optimizer._param_name(parameter) for parameter in group["params"]]
     settings, first, different = settings_of_group(names, saved)
     if different:
         raise ValueError(
@@ -119,15 +127,18 @@ def _settings(
 
 
 @torch.no_grad()
-def _load_slots(own: dict[str, Any], slots: Mapping[str, Any], sharded: ShardedParam) -> None:
+def _load_slots(
+    live_slots: dict[str, Any], slots: Mapping[str, Any], sharded: ShardedParam
+) -> None:
+    """Copy values of a checkpoint into the state of a parameter; what is no tensor is replaced."""
     for slot, value in slots.items():
-        live = own.get(slot)
+        live = live_slots.get(slot)
         if isinstance(live, DTensor):
             live._local_tensor.copy_(sharded.local_shard(value))
         elif isinstance(live, torch.Tensor):
             live.copy_(value)
         else:
-            own[slot] = value
+            live_slots[slot] = value
 
 
 def _is_over_our_models(optimizer: DistributedOptimizer) -> bool:
@@ -138,5 +149,6 @@ def _parameters(optimizer: DistributedOptimizer) -> dict[str, nn.Parameter]:
     """Return the parameters by the names that the optimizer gives them in state dicts."""
     parameters: dict[str, nn.Parameter] = {}
     for group in optimizer.param_groups:
-        parameters |= {optimizer._param_name(each): each for each in group["params"]}
+        for parameter in group["params"]:
+            parameters[optimizer._param_name(parameter)] = parameter
     return parameters

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 
 from megatron.fsdp import Offload
 from megatron.mcore_adapter.core_optimizers import build_muon
-from megatron.mcore_adapter.megatron_lm.loaded_names import with_original
+from megatron.mcore_adapter.megatron_lm.loaded_names import Arguments, Function, with_original
 from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.run.optimizer_names import MUON
 
@@ -57,13 +57,14 @@ def replacements(arguments: ModuleType, training: ModuleType) -> Iterator[tuple[
             yield original, with_original(original, build)
 
 
-def validate_args(original: Callable[..., Any], given: dict[str, Any]) -> Any:
+def validate_args(original: Function, given: Arguments) -> Any:
     """Check and complete the arguments, with FSDP as those of Adam on the device.
 
     The loop checks by assertions: the message of one that fails ends the program.
     """
     args = given["args"]
-    optimizer, is_offloaded = args.optimizer, args.optimizer_cpu_offload
+    optimizer = args.optimizer
+    is_offloaded = args.optimizer_cpu_offload
     if args.use_megatron_fsdp:
         args.optimizer_cpu_offload = False
         if optimizer in MUON:
@@ -71,9 +72,9 @@ def validate_args(original: Callable[..., Any], given: dict[str, Any]) -> Any:
     try:
         return original(**given)
     except AssertionError as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        words = str(error) or place.line
-        tested.end_program(f"error: {words} ({place.filename}:{place.lineno})", 2)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = str(error) or frame.line
+        tested.end_program(f"error: {reason} ({frame.filename}:{frame.lineno})", 2)
     finally:
         if args.use_megatron_fsdp:
             # "dist_muon" names the same.
@@ -81,9 +82,10 @@ def validate_args(original: Callable[..., Any], given: dict[str, Any]) -> Any:
             args.optimizer_cpu_offload = is_offloaded
 
 
-def build(original: Callable[..., Any], given: dict[str, Any]) -> Any:
+def build(original: Function, given: Arguments) -> Any:
     """Build the optimizer of the loop."""
-    config, model = given["config"], given["model_chunks"]
+    config = given["config"]
+    model = given["model_chunks"]
     if not all(chunk.ddp_config.use_megatron_fsdp for chunk in model):
         return original(**given)
     config = copy(config)

@@ -35,7 +35,17 @@ def set_up_planner(
     metadata: Metadata | None = None,
     is_coordinator: bool = False,
 ) -> None:
-    """Set torch's planner up, after everything of the loop's state dict fits the file."""
+    """Set torch's planner up, after a check that the loop's state dict fits the file.
+
+    Args:
+        planner: torch's, of a load.
+        state_dict: state dict of the loop; keys that older files lack are removed in place.
+        metadata: metadata of the file; None where torch does not pass it.
+        is_coordinator: passed on.
+
+    Raises:
+        ValueError: lists everything that does not fit.
+    """
     if metadata is not None and isinstance(state_dict.get("model"), ModelEntries):
         stored = metadata.state_dict_metadata
         _ask_as_the_file_does(state_dict, stored, planner.allow_partial_load)
@@ -45,30 +55,34 @@ def set_up_planner(
 
 @functools.wraps(_original_create_global_plan)
 def create_global_plan(planner: DefaultLoadPlanner, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-    """Plan as torch does, if some rank asks for each entry of the model in the file."""
+    """Plan as torch does, if each entry of the model in the file is requested by some rank."""
     content = planner.original_state_dict
     if isinstance(content.get("model"), ModelEntries) and not planner.allow_partial_load:
         assert planner.metadata is not None, "the planner is set up before it plans"
-        starts = ("model.", STATE_PREFIX) if content.get("optimizer") else ("model.",)
-        asked: set[str] = set()
+        prefixes = ["model."]
+        if content.get("optimizer"):
+            prefixes.append(STATE_PREFIX)
+        requested = set()
         for plan in global_plan:
-            asked.update(item.dest_index.fqn for item in plan.items)
-        left = _asked_by_none(planner.metadata, asked, starts)
-        _refuse([f"only in the file: {some(left)}"] if left else [])
+            for item in plan.items:
+                requested.add(item.dest_index.fqn)
+        unrequested = _unrequested(planner.metadata, requested, tuple(prefixes))
+        if unrequested:
+            _refuse([f"only in the file: {some(unrequested)}"])
     return _original_create_global_plan(planner, global_plan)
 
 
-def _asked_by_none(metadata: Metadata, asked: set[str], starts: tuple[str, ...]) -> list[str]:
-    """List the keys of the file that begin with one of ``starts`` and are not ``asked`` for.
+def _unrequested(metadata: Metadata, requested: set[str], prefixes: tuple[str, ...]) -> list[str]:
+    """List the keys of the file that begin with one of ``prefixes`` and are not ``requested``.
 
-    Tensors without elements are never asked for.
+    Tensors without elements are never requested.
     """
-    left = []
+    keys = []
     for key, entry in metadata.state_dict_metadata.items():
         is_empty = isinstance(entry, TensorStorageMetadata) and entry.size.numel() == 0
-        if key.startswith(starts) and key not in asked and not is_empty:
-            left.append(key)
-    return sorted(left)
+        if key.startswith(prefixes) and key not in requested and not is_empty:
+            keys.append(key)
+    return sorted(keys)
 
 
 def _ask_as_the_file_does(
@@ -81,17 +95,19 @@ def _ask_as_the_file_does(
     if not optimizer:
         return
     settings = optimizer["param_to_group_meta"]
-    prefix = wrapper_prefix(stored, map(plain_name, settings))
+    prefix = wrapper_prefix(stored, [plain_name(name) for name in settings])
 
     def name_in_file(name: str) -> str:
-        return name if prefix is None else prefix + plain_name(name)
+        if prefix is None:
+            return name
+        return prefix + plain_name(name)
 
     if is_partial:
         drop_absent_settings(settings, stored, name_in_file)
-    state_dict["optimizer"] = {
-        part: {name_in_file(name): value for name, value in values.items()}
-        for part, values in optimizer.items()
-    }
+    renamed = {}
+    for part, values in optimizer.items():
+        renamed[part] = {name_in_file(name): value for name, value in values.items()}
+    state_dict["optimizer"] = renamed
 
 
 def _check(state_dict: Mapping[str, Any], stored: Mapping[str, Any], is_partial: bool) -> None:

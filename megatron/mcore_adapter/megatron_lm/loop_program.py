@@ -28,7 +28,8 @@ from megatron.mcore_adapter.megatron_lm.loop_on_cpu import LoopOnCpu, with_own_r
 from megatron.mcore_adapter.megatron_lm.loop_watch import LoopWatch
 from megatron.mcore_adapter.releases import tested
 
-SETTINGS = fields(DistributedDataParallelConfig)  # the loop makes flags of them
+SETTINGS = {field.name for field in fields(DistributedDataParallelConfig)}
+"""Settings of data parallelism, of which the loop makes flags."""
 
 
 class LoopProgram:
@@ -48,8 +49,12 @@ class LoopProgram:
     def __init__(self) -> None:
         self._has_cuda = torch.cuda.is_available()
         self._command_line = LoopCommandLine(
-            *(sys.argv[1:], os.environ, self._has_cuda, tested.has_loop(), HAVE_TE),
-            has_version=any(one.name == "megatron_fsdp_version" for one in SETTINGS),
+            words=sys.argv[1:],
+            environment=os.environ,
+            has_cuda=self._has_cuda,
+            has_loop=tested.has_loop(),
+            has_engine=HAVE_TE,
+            has_version="megatron_fsdp_version" in SETTINGS,
             has_muon=importlib.util.find_spec("emerging_optimizers") is not None,
         ).complete()
         self._given = list(sys.argv)
@@ -90,11 +95,10 @@ class LoopProgram:
         """Let the loop save, load and be watched by the code that both loops share."""
         tested.find_loop_of(Path(sys.argv[0]))
         try:
-            checkpointing, training, initialize = (
-                importlib.import_module(f"megatron.training.{name}")
-                for name in ("checkpointing", "training", "initialize")
-            )
-        except ImportError:  # the program will fail at the same, and say so
+            checkpointing = importlib.import_module("megatron.training.checkpointing")
+            training = importlib.import_module("megatron.training.training")
+            initialize = importlib.import_module("megatron.training.initialize")
+        except ImportError:  # the program will fail at the same, and report it
             return
         checkpoints = LoopCheckpoints(
             (checkpointing, training, initialize), self._command_line.own_arguments()

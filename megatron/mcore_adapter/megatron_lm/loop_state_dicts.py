@@ -64,10 +64,10 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
     optimizer = state_dict.get("optimizer")
     if isinstance(optimizer, Mapping):
         # The loop may load from this dict later, so the scaler stays in it.
-        of_file = dict(_of_all_stages(optimizer))
-        if "grad_scaler" in of_file:
-            state_dict["grad_scaler"] = of_file.pop("grad_scaler")
-        state_dict["optimizer"] = of_file
+        optimizer = dict(_of_all_stages(optimizer))
+        if "grad_scaler" in optimizer:
+            state_dict["grad_scaler"] = optimizer.pop("grad_scaler")
+        state_dict["optimizer"] = optimizer
     if isinstance(state_dict.get("model"), Mapping):
         state_dict["model"] = ModelEntries(state_dict["model"])
     return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state_dict)
@@ -75,8 +75,9 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
 
 def handle_fp8_extra_state_case(model_state_dict: dict[str, Any]) -> None:
     """Drop ``_extra_state``, which files of this format do not have, in place."""
-    for key in [key for key in model_state_dict if key.endswith("_extra_state")]:
-        del model_state_dict[key]
+    for key in list(model_state_dict):
+        if key.endswith("_extra_state"):
+            del model_state_dict[key]
 
 
 def handle_swiglu_in_state_dict(
@@ -93,9 +94,12 @@ def handle_swiglu_in_state_dict(
         optimizer_state_dict: with ``state`` and ``param_to_group_meta``, which keeps its names, or
             several of these by number.
     """
-    chunks = [model] if isinstance(model, nn.Module) else model
     if isinstance(model_state_dict, StageEntries):
-        chunks = model_state_dict.chunks
+        chunks: Sequence[nn.Module] = model_state_dict.chunks
+    elif isinstance(model, nn.Module):
+        chunks = [model]
+    else:
+        chunks = model
     sharded = sharded_params(chunks)
     entries: dict[str, Any] = {}
     for key, value in model_state_dict.items():
@@ -133,9 +137,10 @@ def handle_experts_in_state_dict(
     """Copy the entries: the engine's names count experts across ranks already."""
     wrong = []
     for key in state_dict:
-        last = max(map(int, _EXPERT.findall(key)), default=-1)
-        if num_experts and last >= num_experts:
-            wrong.append(key)
+        for number in _EXPERT.findall(key):
+            if num_experts and int(number) >= num_experts:
+                wrong.append(key)
+                break
     if wrong:
         raise ValueError(f"the model has {num_experts} experts, numbered from 0: {some(wrong)}")
     return dict(state_dict)
@@ -148,7 +153,10 @@ def print_diff_in_state_dicts(
 ) -> None:
     """Print on rank 0 the differences between a file and the nested entries to load.
 
-    Each list has at most ``limit`` names.
+    Args:
+        state_dict_metadata: metadata of the file, or its part ``state_dict_metadata``.
+        load_state_dict: nested, with tensors to load into.
+        limit: the most names of one list.
     """
     if dist.is_initialized() and dist.get_rank() > 0:
         return

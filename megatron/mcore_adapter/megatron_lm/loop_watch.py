@@ -12,7 +12,7 @@ import atexit
 import functools
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, TracebackType
 from typing import Any
@@ -23,14 +23,14 @@ import torch.distributed as dist
 from megatron.fsdp.backends import rendezvous
 from megatron.fsdp.gradient_sync import GradientError
 from megatron.fsdp.trace import failed_collectives
-from megatron.mcore_adapter.megatron_lm.loaded_names import with_original
+from megatron.mcore_adapter.megatron_lm.loaded_names import Arguments, Function, with_original
 from megatron.mcore_adapter.run.environment import complain
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.model_parallel import backend_for
 from megatron.mcore_adapter.watch.watch import Watch
 
 FOR_THE_USER = (RunError, GradientError, NotImplementedError)
-"""Errors whose message says all: they are printed once, without a traceback."""
+"""Errors that the user can fix by their message, which is printed once, without a traceback."""
 
 
 class LoopWatch:
@@ -50,21 +50,23 @@ class LoopWatch:
         original = self._initialize._initialize_distributed
         yield original, with_original(original, self.begin)
 
-    def begin(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+    def begin(self, original: Function, given: Arguments) -> Any:
         """Make the process groups as ``_initialize_distributed`` does, and watch the ranks."""
         args = self._initialize.get_args()
         if not args.use_megatron_fsdp or self._watch is not None:
             return original(**given)
-        of_loop = signal.getsignal(signal.SIGTERM)
-        watch = self._watch = Watch(args).__enter__()
-        if args.exit_signal_handler:  # the loop stops after its step; the watch hears of it too
-            signal.signal(signal.SIGTERM, of_loop)
+        loop_handler = signal.getsignal(signal.SIGTERM)
+        watch = Watch(args).__enter__()
+        self._watch = watch
+        if args.exit_signal_handler:  # the loop stops after its step; the watch gets it too
+            signal.signal(signal.SIGTERM, loop_handler)
         atexit.register(self.close)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with groups_of_this_attempt(backend_for(args, device)):
             result = original(**given)
         # After torch has set its own hook, which collects what is printed until the process ends.
-        self._hook, sys.excepthook = sys.excepthook, self._report
+        self._hook = sys.excepthook
+        sys.excepthook = self._report
         failed_collectives.watch()
         watch.connect()
         watch.follow(lambda: getattr(args, "curr_iteration", 0))
@@ -72,8 +74,9 @@ class LoopWatch:
 
     def close(self) -> None:
         """End the watch; a second call does nothing."""
-        if self._watch is not None:
-            watch, self._watch = self._watch, None
+        watch = self._watch
+        if watch is not None:
+            self._watch = None
             atexit.unregister(self.close)
             sys.excepthook = self._hook
             watch.__exit__()
@@ -103,7 +106,7 @@ def groups_of_this_attempt(backend: str) -> Iterator[None]:
     The loop names no method of initialization, which means ``env://``.
 
     Args:
-        backend: of the groups; the loop would take one that moves no host memory.
+        backend: backend of the groups; the loop would take one that moves no host memory.
     """
     init_process_group = dist.init_process_group
 

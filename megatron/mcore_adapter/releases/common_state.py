@@ -29,19 +29,22 @@ def common_object_readable(read: Callable[[], dict[str, Any]]) -> Iterator[None]
     if not hasattr(CheckpointingConfig, "common_backend"):
         yield
         return
-    content, entries_of = read(), serialization.load_sharded_metadata
+    content = read()
+    original_load_entries = serialization.load_sharded_metadata
 
     def load_common(*_: Any) -> dict[str, Any]:
         return copy.deepcopy(content)  # the rest of the checkpoint is merged into it
 
     def load_entries(*args: Any) -> dict[str, Any]:
-        # No run requests the object, which strict loads would report.
-        return {key: entry for key, entry in entries_of(*args).items() if key != COMMON_OBJECT}
+        entries = dict(original_load_entries(*args))
+        entries.pop(COMMON_OBJECT, None)  # no run requests it, which strict loads would report
+        return entries
 
     # 0.16 has a class, 0.17 and 0.18 have a function.
     reader: Any = getattr(common, "TorchCommonLoadStrategy", serialization)
     with ExitStack() as undo:
         undo.callback(setattr, reader, "load_common", reader.load_common)
-        undo.callback(setattr, serialization, "load_sharded_metadata", entries_of)
-        reader.load_common, serialization.load_sharded_metadata = load_common, load_entries
+        undo.callback(setattr, serialization, "load_sharded_metadata", original_load_entries)
+        reader.load_common = load_common
+        serialization.load_sharded_metadata = load_entries
         yield

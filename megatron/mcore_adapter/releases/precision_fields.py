@@ -16,13 +16,17 @@ from megatron_fsdp import MixedPrecisionPolicy
 def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
     """Return the dtypes of a configuration.
 
-    Without a dtype of their own, gradients accumulate in fp32 if those of Megatron-Core's own
-    wrapper would.
+    If ``megatron_fsdp_main_grads_dtype`` is None, gradients accumulate in fp32 where those of
+    Megatron-Core's own wrapper would.
     """
-    older = torch.float32 if getattr(ddp_config, "preserve_fp32_weights", True) else None
-    usual = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
+    main_params_dtype = None
+    if getattr(ddp_config, "preserve_fp32_weights", True):
+        main_params_dtype = torch.float32
+    main_grads_dtype = getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None)
+    if main_grads_dtype is None and ddp_config.grad_reduce_in_fp32:
+        main_grads_dtype = torch.float32
     return MixedPrecisionPolicy(
-        main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", older),
-        main_grads_dtype=getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None) or usual,
+        main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", main_params_dtype),
+        main_grads_dtype=main_grads_dtype,
         grad_comm_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None),
     )

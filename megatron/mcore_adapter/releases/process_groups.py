@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.fsdp.engine.collectives import local_group
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""Data-parallel group -> the group for all-gathers that was made beside it."""
+"""Data-parallel group -> the group of the same ranks that was made for all-gathers."""
 
 
 def initialize_model_parallel(*, create_all_gather_group: bool, **settings: Any) -> None:
@@ -40,7 +40,7 @@ def all_gather_group(
 ) -> dist.ProcessGroup:
     """Return the separate group for all-gathers of weights, which is made if there is none.
 
-    That is a collective over the ranks of ``data_parallel``, the group for reductions.
+    That is a collective over the ranks of ``data_parallel``, the group for reduce-scatters.
     """
     group = getattr(pg_collection, "dp_cp_ag", None)
     if group is not None:
@@ -61,11 +61,13 @@ def all_gather_group(
 def _nccl_options_of(group: dist.ProcessGroup) -> Any:
     """Return NCCL's settings of a group, as new ones; None for other backends."""
     # Not yet run on a GPU.
-    if "cuda:nccl" not in dist.get_backend_config(group).split(","):  # gloo may be beside it
+    if "cuda:nccl" not in dist.get_backend_config(group).split(","):  # gloo may be another
         return None
-    own: Any = group._get_backend(torch.device("cuda")).options
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=own.is_high_priority_stream)
-    options.config = own.config
+    original: Any = group._get_backend(torch.device("cuda")).options
+    options = dist.ProcessGroupNCCL.Options(
+        is_high_priority_stream=original.is_high_priority_stream
+    )
+    options.config = original.config
     return options
 
 
@@ -85,6 +87,6 @@ def batch_on_this_rank(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def accepts(function: Callable[..., Any], name: str) -> bool:
     """Return True if the function takes an argument of this name."""
     parameters = inspect.signature(function).parameters
-    return name in parameters or any(
-        each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()
-    )
+    if name in parameters:
+        return True
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())

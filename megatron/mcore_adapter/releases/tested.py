@@ -27,7 +27,7 @@ GRACE_SECONDS = 5
 """Time that the first rank has to report an error before the others end."""
 
 logger = logging.getLogger(__name__)
-_say_once = functools.cache(logger.warning)
+_warn_once = functools.cache(logger.warning)
 
 
 class ReleaseError(ImportError):
@@ -44,7 +44,8 @@ class Release:
     """Major, minor, patch."""
 
     def __str__(self) -> str:
-        return ".".join(map(str, self.numbers))
+        major, minor, patch = self.numbers
+        return f"{major}.{minor}.{patch}"
 
 
 def check() -> Release:
@@ -56,25 +57,30 @@ def check() -> Release:
         ReleaseError: one line that names the files.
     """
     core = _found_by_import("megatron.core")
-    found = None if core is None else read_release(core)
+    found = None
+    if core is not None:
+        found = read_release(core)
     if found is None:
         raise ReleaseError(
             "Megatron-Core is not installed: pip install"
             f" 'megatron-core>={TESTED[0]}', or put a checkout of Megatron-LM on PYTHONPATH"
         )
-    oldest, newest = (tuple(map(int, TESTED[index].split("."))) for index in (0, -1))
-    if found.numbers < oldest:
+    if found.numbers < _numbers(TESTED[0]):
         raise ReleaseError(
             f"Megatron-Core {found} ({found.file}) is older than {TESTED[0]}, the oldest release"
             f" that works: pip install 'megatron-core>={TESTED[0]}'"
         )
     _check_loop(found)
-    if found.numbers[:2] > newest[:2] and os.environ.get("RANK", "0") == "0":
-        _say_once(
+    if found.numbers[:2] > _numbers(TESTED[-1])[:2] and os.environ.get("RANK", "0") == "0":
+        _warn_once(
             f"Megatron-Core {found} ({found.file}) is newer than {TESTED[-1]}, the newest"
             " release that this version was tested on"
         )
     return found
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in release.split("."))
 
 
 def check_or_exit() -> None:
@@ -138,7 +144,9 @@ def _found_by_import(package: str) -> Path | None:
     for finder in sys.meta_path:
         spec = finder.find_spec(package, path)
         if spec is not None:
-            return None if spec.origin is None else Path(spec.origin).parent
+            if spec.origin is None:
+                return None
+            return Path(spec.origin).parent
     return None
 
 
@@ -158,11 +166,11 @@ def _check_loop(core: Release) -> None:
     loop = _found_by_import("megatron.training")
     if loop is None:
         return
-    beside = read_release(loop.with_name("core"))
-    if beside is not None and beside.numbers != core.numbers:
+    release = read_release(loop.with_name("core"))
+    if release is not None and release.numbers != core.numbers:
         file = loop / "__init__.py"
         raise ReleaseError(
             f"megatron.core is release {core} ({core.file}) but megatron.training is of release"
-            f" {beside} ({file}): put the checkout before what is installed on PYTHONPATH, or"
-            f" install megatron-core {beside}"
+            f" {release} ({file}): put the checkout before what is installed on PYTHONPATH, or"
+            f" install megatron-core {release}"
         )

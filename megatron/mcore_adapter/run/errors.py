@@ -8,5 +8,6 @@ class RunError(RuntimeError):
 
 def is_of_machine(error: Exception) -> bool:
     """Return True for errors of a disk, a network or memory, which may pass; no file is damaged."""
-    is_absent = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
-    return isinstance(error, (OSError, MemoryError)) and not is_absent
+    if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+        return False  # the path is wrong
+    return isinstance(error, (OSError, MemoryError))

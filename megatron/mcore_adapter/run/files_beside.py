@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the files that a run writes beside its checkpoints."""
+"""Names of the files that a run writes into its directory of checkpoints."""
 
 HISTORY = "losses.jsonl"
 PICTURE = "loss_curves.png"

@@ -56,6 +56,7 @@ def wait_until_visible(path: Path) -> None:
 
     while unseen() and time.monotonic() < deadline:
         time.sleep(0.1)
-    problems = agree(f"rank {dist.get_rank()} does not see {path / name}" for name in unseen())
+    rank = dist.get_rank()
+    problems = agree([f"rank {rank} does not see {path / name}" for name in unseen()])
     if problems:
         raise ValueError(listed("all ranks must read the same file system", problems))

@@ -16,13 +16,17 @@ def set_up_logging(level: int | None = None) -> None:
 
     Dropped are messages about missing GPU packages, whose fallback was chosen on purpose, and
     about names that torch deprecates inside Megatron-Core. Without a level it is that of warnings,
-    and the sizes of memory slots are told.
+    and the sizes of memory slots are logged too.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger().setLevel(logging.WARNING if level is None else level)
-    # How many memory slots --fsdp-double-buffer has, and their bytes: known after one step.
-    slots = logging.getLogger("megatron.fsdp.backends.memory_slots")
-    slots.setLevel(logging.INFO if level is None else logging.NOTSET)
+    # It logs how many memory slots --fsdp-double-buffer has, and their bytes, after one step.
+    memory_slots = logging.getLogger("megatron.fsdp.backends.memory_slots")
+    if level is None:
+        logging.getLogger().setLevel(logging.WARNING)
+        memory_slots.setLevel(logging.INFO)
+    else:
+        logging.getLogger().setLevel(level)
+        memory_slots.setLevel(logging.NOTSET)
     warnings.filterwarnings(
         "ignore", message=".*(Apex|Transformer Engine|NVIDIA Resiliency|TransformerEngine).*"
     )
@@ -42,5 +46,5 @@ def set_up_logging(level: int | None = None) -> None:
 
 
 def leave_logging() -> None:
-    """Let a program set logging up, whose ``basicConfig`` does nothing where there are handlers."""
+    """Remove the handlers, with which the ``basicConfig`` of a program would do nothing."""
     logging.getLogger().handlers.clear()

@@ -60,10 +60,16 @@ class Progress:
         Raises:
             KeyError: the checkpoint has no ``iteration`` or no ``args``.
         """
-        names = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-        samples = {name: getattr(content["args"], name, 0) for name in names}
-        flops = content.get("num_floating_point_operations_so_far", 0.0)
-        return cls(content["iteration"], num_floating_point_operations_so_far=flops, **samples)
+        args = content["args"]
+        return cls(
+            iteration=content["iteration"],
+            consumed_train_samples=getattr(args, "consumed_train_samples", 0),
+            skipped_train_samples=getattr(args, "skipped_train_samples", 0),
+            consumed_valid_samples=getattr(args, "consumed_valid_samples", 0),
+            num_floating_point_operations_so_far=content.get(
+                "num_floating_point_operations_so_far", 0.0
+            ),
+        )
 
     def written_into(self, args: argparse.Namespace) -> argparse.Namespace:
         """Return a copy of ``args`` with the counters put in, as in Megatron-LM's checkpoints."""
@@ -85,14 +91,16 @@ def gather_random_state(*, differs_between_data_ranks: bool) -> list[dict[str, A
 
     A collective over the data-parallel group if ``differs_between_data_ranks``.
     """
-    # Graphs advance generators, of which files have the states.
-    states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    tracker_states = {}
+    for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+        # Graphs advance a generator; the file has its state.
+        tracker_states[name] = convert_cuda_rng_state(state)
     mine = {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": {key: convert_cuda_rng_state(each) for key, each in states.items()},
+        "rng_tracker_states": tracker_states,
     }
     if not differs_between_data_ranks:
         return [mine]
@@ -109,6 +117,9 @@ def restore_random_state(states: list[dict[str, Any]]) -> None:
     np.random.set_state(state["np_rng_state"])
     torch.set_rng_state(state["torch_rng_state"])
     torch.cuda.set_rng_state(state["cuda_rng_state"])
-    tracker, saved = tensor_parallel.get_cuda_rng_tracker(), state["rng_tracker_states"]
-    graphable = is_graph_safe_cuda_rng_tracker(tracker)
-    tracker.set_states({key: convert_cuda_rng_state(saved[key], graphable) for key in saved})
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    to_generator = is_graph_safe_cuda_rng_tracker(tracker)
+    tracker_states = {}
+    for name, saved in state["rng_tracker_states"].items():
+        tracker_states[name] = convert_cuda_rng_state(saved, to_generator)
+    tracker.set_states(tracker_states)

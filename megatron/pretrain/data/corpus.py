@@ -85,19 +85,24 @@ def write_corpus(
     """
     files = _expand(inputs)
     prefix = str(output_prefix)
+    num_bytes = sum(file.stat().st_size for file in files)
     with (
         _published_together(prefix, record) as (bin_path, idx_path),
-        progress_of(
-            "tokenizing", sum(file.stat().st_size for file in files), show=progress
-        ) as advance,
+        progress_of("tokenizing", num_bytes, show=progress) as advance,
     ):
         builder = IndexedDatasetBuilder(bin_path, dtype=DType.optimal_dtype(tokenizer.vocab_size))
         try:
-            summary = _add_documents(builder, files, tokenizer, json_key, append_eod, advance)
+            summary = _add_documents(
+                builder,
+                files,
+                tokenizer=tokenizer,
+                json_key=json_key,
+                append_eod=append_eod,
+                advance=advance,
+            )
             if not summary.documents:
-                raise ValueError(
-                    f"there is no text in {', '.join(map(str, inputs))}: nothing to write"
-                )
+                names = ", ".join(str(path) for path in inputs)
+                raise ValueError(f"there is no text in {names}: nothing to write")
             builder.finalize(idx_path)
         finally:
             builder.data_file.close()
@@ -150,11 +155,11 @@ def standard_library_files(library: str | Path | None = None) -> list[Path]:
         ValueError: there are none, as in a Python that keeps its library in an archive.
     """
     root = Path(library or sysconfig.get_path("stdlib"))
-    files = sorted(
-        file
-        for file in root.rglob("*.py")
-        if not SKIPPED_FOLDERS.intersection(file.relative_to(root).parent.parts) and file.is_file()
-    )
+    files = []
+    for file in sorted(root.rglob("*.py")):
+        is_skipped = SKIPPED_FOLDERS.intersection(file.relative_to(root).parent.parts)
+        if not is_skipped and file.is_file():
+            files.append(file)
     if not files:
         raise ValueError(
             f"{root} holds no Python files to train on: give --data-path or --mock-data"
@@ -164,11 +169,19 @@ def standard_library_files(library: str | Path | None = None) -> list[Path]:
 
 
 def _expand(inputs: Sequence[str | Path]) -> list[Path]:
-    missing = [str(path) for path in inputs if not (Path(path).is_file() or Path(path).is_dir())]
+    """Return the input files, and the files of input folders in the order of their names."""
+    paths = []
+    missing = []
+    for name in inputs:
+        path = Path(name)
+        if path.is_file() or path.is_dir():
+            paths.append(path)
+        else:
+            missing.append(str(name))
     if missing:
         raise ValueError(f"no such file or folder: {', '.join(missing)}")
     files: list[Path] = []
-    for path in map(Path, inputs):
+    for path in paths:
         if path.is_file():
             files.append(path)
         for file in sorted(path.rglob("*")):
@@ -181,6 +194,7 @@ def _expand(inputs: Sequence[str | Path]) -> list[Path]:
 def _add_documents(
     builder: IndexedDatasetBuilder,
     files: Sequence[Path],
+    *,
     tokenizer: Tokenizer,
     json_key: str,
     append_eod: bool,
@@ -228,7 +242,7 @@ def _text_of_json_line(line: bytes, json_key: str, where: str) -> str:
     if not isinstance(record, dict) or json_key not in record:
         found = f"a {type(record).__name__}"
         if isinstance(record, dict):
-            found = f"the keys {', '.join(map(repr, record))}"
+            found = f"the keys {', '.join(repr(key) for key in record)}"
         raise ValueError(f"{where}: expects an object with the key {json_key!r}, but got {found}")
     text = record[json_key]
     if not isinstance(text, str):
@@ -247,7 +261,8 @@ def _published_together(prefix: str, record: str | None) -> Iterator[tuple[str, 
     """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(prefix)
-    bin_path, idx_path = _temporary(prefix, ".bin"), _temporary(prefix, ".idx")
+    bin_path = _temporary(prefix, ".bin")
+    idx_path = _temporary(prefix, ".idx")
     try:
         with durable.naming(bin_path):
             yield str(bin_path), str(idx_path)
@@ -267,7 +282,7 @@ def _published_together(prefix: str, record: str | None) -> Iterator[tuple[str, 
         durable.rename(idx_path, Path(get_idx_path(prefix)))
     finally:
         for path in (bin_path, idx_path):
-            with suppress(OSError):  # the error before it says more
+            with suppress(OSError):  # the error before it is the cause
                 path.unlink(missing_ok=True)
 
 

@@ -28,8 +28,10 @@ CODE_BYTE = 17
 
 BLOCK = 1 << 20
 """Entries of the index that are compared at once."""
-SAMPLES, SAMPLE_TOKENS = 256, 1 << 14
-"""Number and size of the parts of a large `.bin` whose tokens are read."""
+SAMPLES = 256
+"""Parts of a large `.bin` whose tokens are read."""
+SAMPLE_TOKENS = 1 << 14
+"""Tokens of each of these parts."""
 
 
 def checked_lengths(prefix: str, vocab_size: int) -> np.ndarray:
@@ -67,7 +69,7 @@ class DatasetIndex:
 
     path: Path
     dtype: np.dtype
-    """Of the tokens."""
+    """Dtype of the tokens."""
     lengths: np.memmap
     """Tokens of every sequence."""
     offsets: np.memmap
@@ -82,7 +84,7 @@ class DatasetIndex:
 
 
 def _read_index(path: Path) -> DatasetIndex:
-    """Map an index file, which has the size that its header says."""
+    """Map an index file, whose size must follow from its header."""
     size = path.stat().st_size
     with durable.opened(durable.file_at(path)) as file:
         header = file.read(HEADER.size)
@@ -94,7 +96,7 @@ def _read_index(path: Path) -> DatasetIndex:
     if version != 1 or code not in TOKEN_DTYPES:
         raise ValueError(
             f"{path}: version {version} (byte 9) with tokens of type {code} (byte {CODE_BYTE}) is"
-            f" unknown; version 1 has the types {', '.join(map(str, TOKEN_DTYPES))}"
+            f" unknown; version 1 has the types {', '.join(str(code) for code in TOKEN_DTYPES)}"
         )
     needed = HEADER.size + num_sequences * 12 + num_bounds * 8
     # Datasets of text and images have one more byte for each sequence, its kind.
@@ -105,14 +107,17 @@ def _read_index(path: Path) -> DatasetIndex:
         )
     if not num_sequences or not num_bounds:
         raise ValueError(f"{path}: it has no sequences")
-    starts = (HEADER.size, HEADER.size + num_sequences * 4, HEADER.size + num_sequences * 12)
-    lengths, offsets, bounds = (
-        np.memmap(path, dtype, mode="r", offset=start, shape=(count,))
-        for dtype, start, count in zip(
-            ("<i4", "<i8", "<i8"), starts, (num_sequences, num_sequences, num_bounds)
-        )
+
+    def mapped(dtype: str, start: int, count: int) -> np.memmap:
+        return np.memmap(path, dtype, mode="r", offset=start, shape=(count,))
+
+    return DatasetIndex(
+        path,
+        dtype=np.dtype(TOKEN_DTYPES[code]),
+        lengths=mapped("<i4", HEADER.size, num_sequences),
+        offsets=mapped("<i8", HEADER.size + num_sequences * 4, num_sequences),
+        bounds=mapped("<i8", HEADER.size + num_sequences * 12, num_bounds),
     )
-    return DatasetIndex(path, np.dtype(TOKEN_DTYPES[code]), lengths, offsets, bounds)
 
 
 def _blocks(length: int) -> Iterator[slice]:
@@ -146,7 +151,8 @@ def _check_sequences(index: DatasetIndex) -> int:
 
 def _check_bounds(index: DatasetIndex) -> None:
     """Check that documents follow one another and cover all sequences."""
-    bounds, before = index.bounds, 0
+    bounds = index.bounds
+    before = 0
     for block in _blocks(len(bounds)):
         values = np.concatenate([[before], bounds[block]])
         falling = np.flatnonzero(np.diff(values) < 0)
@@ -157,11 +163,12 @@ def _check_bounds(index: DatasetIndex) -> None:
                 f" {values[falling[0]]} before it"
             )
         before = int(values[-1])
-    for number, expected in ((0, 0), (len(bounds) - 1, len(index.lengths))):
+    last = len(bounds) - 1
+    for name, number, expected in (("first", 0, 0), ("last", last, len(index.lengths))):
         if bounds[number] != expected:
             raise ValueError(
                 f"{index.position(bounds, number)} is {bounds[number]}, not {expected}, though it"
-                f" is the {'last' if number else 'first'}"
+                f" is the {name}"
             )
 
 
@@ -210,7 +217,8 @@ def check_samples(
         raise ValueError("it reads samples that it does not have")
     if len(documents) % len(split):
         raise ValueError(f"it has {len(documents)} documents, no multiple of {len(split)}")
-    checked, end = 0, 0
+    checked = 0
+    end = 0
     for block in _blocks(len(documents)):
         numbers = documents[block]
         if not split[0] <= numbers.min() <= numbers.max() <= split[-1]:
@@ -227,6 +235,7 @@ def check_samples(
         is_wrong |= begins[places] + tokens != np.arange(checked, last) * sequence_length
         if is_wrong.any():
             raise ValueError(f"its sample {checked + int(np.argmax(is_wrong))} begins elsewhere")
-        checked, end = last, int(begins[-1] + sizes[-1])
+        checked = last
+        end = int(begins[-1] + sizes[-1])
     if checked < len(samples):
         raise ValueError("its last samples are not inside of the documents")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from megatron.pretrain.data.corpus import standard_library_corpus
 from megatron.pretrain.data.dataset_files import check_samples
 from megatron.pretrain.data.splits import (
     DEFAULT_SPLIT,
+    Blend,
     Bookends,
     DataSource,
     Sizes,
@@ -79,7 +79,9 @@ def wanted_samples(args: argparse.Namespace) -> Sizes:
         train = args.train_samples
         if args.train_iters is None:
             iterations = train // args.global_batch_size
-    num_evaluations = iterations // args.eval_interval + 1 if args.eval_interval else 0
+    num_evaluations = 0
+    if args.eval_interval:
+        num_evaluations = iterations // args.eval_interval + 1
     return train, num_evaluations * evaluation, evaluation
 
 
@@ -99,7 +101,8 @@ def build_datasets(
     """
     if find_spec("megatron.core.datasets.helpers_cpp") is None:
         raise RunError("Megatron-Core's dataset functions are not compiled: install its wheel")
-    source = source or find_data(args, tokenizer)
+    if source is None:
+        source = find_data(args, tokenizer)
     if source is None:
         return None, None, None
     settings = {}
@@ -129,8 +132,10 @@ def build_datasets(
             dataset_class, list(source.sizes), lambda: True, config
         ).build()
     if not args.mock_data:
-        sets = valid if isinstance(valid, list) else [valid]
-        on_first_rank(lambda: _check_caches([train, *sets, test]))
+        datasets = [train]
+        datasets += valid if isinstance(valid, list) else [valid]
+        datasets.append(test)
+        on_first_rank(lambda: _check_caches(datasets))
     return train, valid, test
 
 
@@ -144,9 +149,11 @@ def damage_named(source: DataSource) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, EOFError) as error:
-        folders = source.cache_folders()
-        files = chain.from_iterable(sorted(folder.glob("**/*.npy")) for folder in folders)
-        damaged = [path for path in files if _is_cut(path)]
+        damaged = []
+        for folder in source.cache_folders():
+            for path in sorted(folder.glob("**/*.npy")):
+                if _is_cut(path):
+                    damaged.append(path)
         if not damaged:
             raise
         raise ValueError(
@@ -175,12 +182,12 @@ def _check_caches(datasets: Sequence[Dataset | None]) -> None:
                 continue
             try:
                 check_samples(
-                    part.dataset.sequence_lengths,
-                    part.indices,
-                    part.document_index,
-                    part.sample_index,
-                    part.shuffle_index,
-                    part.config.sequence_length,
+                    lengths=part.dataset.sequence_lengths,
+                    split=part.indices,
+                    documents=part.document_index,
+                    samples=part.sample_index,
+                    order=part.shuffle_index,
+                    sequence_length=part.config.sequence_length,
                 )
             except ValueError as error:
                 raise ValueError(
@@ -193,14 +200,20 @@ def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -
     """Return the checked source of the data, writing the default corpus if none is named."""
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     if any(per_split):
-        whole: Bookends = (0.0, 1.0)
-        blends = [
-            parse_blend(values) if values and size != 0 else None
-            for values, size in zip(per_split, sizes)
-        ]
-        source = DataSource([whole if blend else None for blend in blends], blend_per_split=blends)
+        blends: list[Blend | None] = []
+        bookends: list[Bookends | None] = []
+        for values, size in zip(per_split, sizes):
+            if values and size != 0:
+                blends.append(parse_blend(values))
+                bookends.append((0.0, 1.0))
+            else:
+                blends.append(None)
+                bookends.append(None)
+        source = DataSource(bookends, blend_per_split=blends)
     else:
-        split = args.split or ("1,1,1" if args.mock_data else DEFAULT_SPLIT)
+        split = "1,1,1" if args.mock_data else DEFAULT_SPLIT
+        if args.split:
+            split = args.split
         source = DataSource(_bookends(split, sizes), split)
         if not args.mock_data:
             directory = args.data_cache_path or DEFAULT_CORPUS_DIRECTORY
@@ -211,7 +224,8 @@ def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -
     if any(record_path(prefix).is_file() for prefix in prefixes):
         check_records(prefixes, TokenizerChoice.of(args), tokenizer)
     source.lines = check_splits(source, tokenizer.vocab_size)
-    source.cache, source.sizes = args.data_cache_path, sizes
+    source.cache = args.data_cache_path
+    source.sizes = sizes
     for folder in source.cache_folders():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -221,7 +235,7 @@ def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -
 
 
 def _bookends(split: str, sizes: Sizes) -> list[Bookends | None]:
-    """Return the part of the documents for every split; `sizes` of 0 are not built.
+    """Return the part of the documents for every split; None for one whose size is 0.
 
     For example, "80,20,0" is [(0.0, 0.8), (0.8, 1.0), None].
     """

@@ -18,11 +18,19 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 @contextmanager
 def batches(args: argparse.Namespace, dataset: Any, consumed_samples: int) -> Iterator[Any]:
-    """Open this rank's microbatches of ``dataset``, from ``consumed_samples`` on.
+    """Open this rank's microbatches of a data set.
 
-    Every model chunk has an iterator of its own, as virtual stages read the same microbatches at
+    Every model chunk has its own iterator, as virtual stages read the same microbatches at
     different times. The iterators are closed at the end: after an error their frames would keep the
     workers of the data loader alive, and the exit of the program would wait for them.
+
+    Args:
+        args: arguments of the run.
+        dataset: samples as GPTDataset returns them.
+        consumed_samples: position at which to start, in samples of all ranks.
+
+    Yields:
+        An iterator, or a list with one for each virtual stage.
     """
     with ExitStack() as stack:
         iterators = []
@@ -42,7 +50,9 @@ def batches(args: argparse.Namespace, dataset: Any, consumed_samples: int) -> It
 
 def one_or_list(items: list[Any]) -> Any:
     """Return the only item, or the list of several, as schedules expect model chunks."""
-    return items[0] if len(items) == 1 else items
+    if len(items) == 1:
+        return items[0]
+    return items
 
 
 class MicrobatchSampler:
@@ -82,7 +92,8 @@ class MicrobatchSampler:
         self.num_samples = num_samples
         self.consumed_samples = consumed_samples
         self._micro_batch_size = micro_batch_size
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank = rank
+        self._num_ranks = num_ranks
         self._shuffle_seed = shuffle_seed
         self._epoch = -1
         self._permutation = torch.empty(0, dtype=torch.int64)
@@ -153,12 +164,15 @@ def _ignore_signals(worker: int) -> None:
 
     The run still needs its data while it finishes the step and saves; then it ends the process.
     """
-    signal.set_wakeup_fd(-1)  # the run's own, which would take the signal for one to itself
+    signal.set_wakeup_fd(-1)  # otherwise the run would get the signal as one to itself
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     # Blended datasets add the number of the dataset to each sample; a model has no use for it.
-    names = [name for name in BATCH_KEYS if name in samples[0]]
-    return default_collate([{name: sample[name] for name in names} for sample in samples])
+    batch = {}
+    for name in BATCH_KEYS:
+        if name in samples[0]:
+            batch[name] = default_collate([sample[name] for sample in samples])
+    return batch

@@ -22,7 +22,7 @@ WEIGHT = re.compile(r"[0-9]{1,18}\.?[0-9]*|\.[0-9]+")
 Blend = tuple[list[str], list[float] | None]
 Bookends = tuple[float, float]
 MANY = 4
-"""Data sets of a split up to which each is described in a line of its own."""
+"""The most data sets of a split that are described in one line each."""
 
 
 def parse_blend(values: Sequence[str]) -> Blend:
@@ -34,17 +34,19 @@ def parse_blend(values: Sequence[str]) -> Blend:
     Raises:
         ValueError: weights on some prefixes only, or a weight that is not positive.
     """
-    prefixes = [value.strip() for value in values]
-    weights = [_as_number(value) for value in prefixes[::2]]
-    if len(values) % 2 or all(weight is None for weight in weights):
-        return prefixes, None
-    numbers = [weight for weight in weights if weight is not None and 0 < weight < float("inf")]
-    if len(numbers) < len(weights):
-        raise ValueError(
-            "a data path expects prefixes, or a positive weight before every prefix, but got"
-            f" {' '.join(values)}"
-        )
-    return prefixes[1::2], numbers
+    words = [value.strip() for value in values]
+    weights = [_as_number(word) for word in words[::2]]
+    if len(words) % 2 or weights.count(None) == len(weights):
+        return words, None
+    numbers = []
+    for weight in weights:
+        if weight is None or not 0 < weight < float("inf"):
+            raise ValueError(
+                "a data path expects prefixes, or a positive weight before every prefix, but got"
+                f" {' '.join(values)}"
+            )
+        numbers.append(weight)
+    return words[1::2], numbers
 
 
 def _as_number(text: str) -> float | None:
@@ -69,10 +71,10 @@ class DataSource:
     blend: Blend | None = None
     blend_per_split: list[Blend | None] | None = None
     cache: str | None = None
-    """The folder of index caches; None for Megatron-Core's own, beside each dataset."""
+    """The folder of index caches; None for Megatron-Core's default, next to each dataset."""
     sizes: Sizes = (0, 0, 0)
     lines: list[str] = field(default_factory=list)
-    """For the log: what each split gets."""
+    """Lines for the log about the documents of each split."""
 
     def blends(self) -> list[Blend | None]:
         """Return the blend of each split, None for a split that is not built and for mock data."""
@@ -83,14 +85,15 @@ class DataSource:
         """Return the prefixes of all datasets that are read, sorted."""
         prefixes: set[str] = set()
         for blend in self.blends():
-            prefixes.update(blend[0] if blend else ())
+            if blend is not None:
+                prefixes.update(blend[0])
         return sorted(prefixes)
 
     def cache_folders(self) -> list[Path]:
         """Return the folders of index caches; none for mock data."""
         prefixes = self.prefixes()
-        if self.cache is not None:
-            return [Path(self.cache)] if prefixes else []
+        if prefixes and self.cache is not None:
+            return [Path(self.cache)]
         return [Path(prefix, "cache") for prefix in prefixes]
 
 
@@ -98,11 +101,14 @@ def check_weights(split: str) -> None:
     """Check the weights of the splits, such as "969,30,1".
 
     Raises:
-        ValueError: if they are not up to three numbers that say how to divide the documents.
+        ValueError: if they are not up to three numbers, some of them positive.
     """
-    parts = [part.strip() for part in split.split(",")]
-    are_weights = all(WEIGHT.fullmatch(part) for part in parts)
-    if not are_weights or len(parts) > len(SPLIT_NAMES) or sum(map(float, parts)) == 0:
+    weights = []
+    for part in split.split(","):
+        if WEIGHT.fullmatch(part.strip()):
+            weights.append(float(part))
+    num_parts = split.count(",") + 1
+    if len(weights) < num_parts or num_parts > len(SPLIT_NAMES) or sum(weights) == 0:
         raise ValueError(
             f"--split expects up to three weights such as {DEFAULT_SPLIT} (training, validation,"
             f" test), but got {split}"
@@ -116,7 +122,7 @@ def check_splits(source: DataSource, vocab_size: int) -> list[str]:
     corpora have no thousandth part, which is its default.
 
     Returns:
-        Lines that say which documents each split gets.
+        Lines for the log about the documents of each split.
 
     Raises:
         ValueError: lists the datasets that do not exist, or that are damaged, or else the splits
@@ -124,7 +130,10 @@ def check_splits(source: DataSource, vocab_size: int) -> list[str]:
     """
     lengths = _lengths_of_documents(source.prefixes(), vocab_size)
     problems = []
-    for i, (name, blend, ends) in enumerate(zip(SPLIT_NAMES, source.blends(), source.bookends)):
+    blends = source.blends()
+    for number, name in enumerate(SPLIT_NAMES):
+        blend = blends[number]
+        ends = source.bookends[number]
         if blend is None or ends is None:
             continue
         for prefix in blend[0]:
@@ -139,9 +148,9 @@ def check_splits(source: DataSource, vocab_size: int) -> list[str]:
                 problems.append(problem)
                 continue
             logger.warning("%s; there will be no test, for which give more documents", problem)
-            source.bookends[i] = None
+            source.bookends[number] = None
             if source.blend_per_split is not None:
-                source.blend_per_split[i] = None
+                source.blend_per_split[number] = None
     if problems:
         raise ValueError(
             "; ".join(problems) + f"; give more documents or another --split than {source.split}"
@@ -154,43 +163,55 @@ def _share(lengths: np.ndarray, ends: Bookends) -> tuple[int, int]:
 
     Megatron-Core's builder cuts by document and rounds in this way.
     """
-    first, last = (round(end * len(lengths)) for end in ends)
+    start, end = ends
+    first = round(start * len(lengths))
+    last = round(end * len(lengths))
     return last - first, int(lengths[first:last].sum())
 
 
 def _described(source: DataSource, lengths: dict[str, np.ndarray]) -> list[str]:
-    """Return a line for each split and dataset; for a split of many datasets it is one."""
+    """Return a line for each split and dataset, and a single one for a split of many datasets."""
     lines = []
     for name, blend, ends in zip(SPLIT_NAMES, source.blends(), source.bookends):
         if blend is None or ends is None:
             continue
         prefixes, weights = blend
-        shares = [_share(lengths[prefix], ends) for prefix in prefixes]
-        if len(prefixes) > MANY:
-            documents, tokens = (sum(numbers) for numbers in zip(*shares))
-            lines.append(
-                f"{name}: {documents:,} documents of {len(prefixes)} data sets, {tokens:,} tokens"
-            )
-            continue
-        for number, (prefix, (documents, tokens)) in enumerate(zip(prefixes, shares)):
-            weight = f", weight {weights[number]:g}" if weights else ""
-            lines.append(
+        lines_of_datasets = []
+        all_documents = 0
+        all_tokens = 0
+        for number, prefix in enumerate(prefixes):
+            documents, tokens = _share(lengths[prefix], ends)
+            all_documents += documents
+            all_tokens += tokens
+            line = (
                 f"{name}: {documents:,} of {len(lengths[prefix]):,} documents of {prefix},"
-                f" {tokens:,} tokens{weight}"
+                f" {tokens:,} tokens"
             )
+            if weights:
+                line += f", weight {weights[number]:g}"
+            lines_of_datasets.append(line)
+        if len(prefixes) > MANY:
+            lines.append(
+                f"{name}: {all_documents:,} documents of {len(prefixes)} data sets,"
+                f" {all_tokens:,} tokens"
+            )
+        else:
+            lines += lines_of_datasets
     return lines
 
 
 def _lengths_of_documents(prefixes: list[str], vocab_size: int) -> dict[str, np.ndarray]:
     """Return the numbers of tokens of all documents, by the prefix of their dataset."""
-    missing = [prefix for prefix in prefixes if not IndexedDataset.exists(prefix)]
+    missing = []
+    for prefix in prefixes:
+        if not IndexedDataset.exists(prefix):
+            missing.append(f"{prefix} (expects {prefix}.bin and {prefix}.idx)")
     if missing:
         raise ValueError(
-            "no dataset at "
-            + ", ".join(f"{prefix} (expects {prefix}.bin and {prefix}.idx)" for prefix in missing)
-            + "; tools/preprocess_data.py makes one from text"
+            f"no dataset at {', '.join(missing)}; tools/preprocess_data.py makes one from text"
         )
-    lengths, damage = {}, []
+    lengths = {}
+    damage = []
     for prefix in prefixes:
         try:
             lengths[prefix] = checked_lengths(prefix, vocab_size)

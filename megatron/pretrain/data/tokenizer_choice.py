@@ -63,7 +63,7 @@ class TokenizerChoice:
     merge_file: str | None = None
     tokenizer_special_tokens: list[str] | None = None
     tiktoken_pattern: str | None = None
-    """How text is cut before it is encoded: v1 or v2 (the default)."""
+    """The pattern by which text is cut before it is encoded: v1 or v2 (the default)."""
     tiktoken_num_special_tokens: int = 1000
     """Ids from 0 on that are special."""
     tokenizer_sentencepiece_legacy: bool = False
@@ -76,11 +76,14 @@ class TokenizerChoice:
     @classmethod
     def of(cls, args: argparse.Namespace) -> TokenizerChoice:
         """Take the settings from the arguments of a run; those that it lacks keep their default."""
-        names = [field.name for field in fields(cls) if hasattr(args, field.name)]
-        return cls(**{name: getattr(args, name) for name in names})
+        settings = {}
+        for field in fields(cls):
+            if hasattr(args, field.name):
+                settings[field.name] = getattr(args, field.name)
+        return cls(**settings)
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the choice: settings, missing files, a missing package."""
+        """Return the problems of the choice: settings, missing files, a missing package."""
         kind = self.tokenizer_type
         if kind not in TOKENIZER_TYPES:
             expected = ", ".join(TOKENIZER_TYPES)
@@ -107,7 +110,7 @@ class TokenizerChoice:
         problems = []
         for field in fields(self):
             types = OF_TYPES.get(field.name, TOKENIZER_TYPES)
-            # A size that is no smaller than the vocabulary is told to other types by many scripts.
+            # Many scripts give a size that is no smaller than the vocabulary to other types.
             if field.name == "vocab_size" or self.tokenizer_type in types:
                 continue
             if getattr(self, field.name) != field.default:
@@ -119,10 +122,9 @@ class TokenizerChoice:
 
     def _missing_files(self) -> list[str]:
         problems = []
-        names = [name for name in NEEDED.get(self.tokenizer_type, {}) if name != "vocab_size"]
-        for name in names:
+        for name in NEEDED.get(self.tokenizer_type, {}):
             path = getattr(self, name)
-            if path is None:
+            if path is None or name == "vocab_size":
                 continue
             if self.tokenizer_type == "HuggingFaceTokenizer":
                 if not Path(path).is_dir():
@@ -143,7 +145,7 @@ class TokenizerChoice:
 
 
 def missing_package(tokenizer_type: str) -> str:
-    """Return the line that says how to install what a type of tokenizer needs."""
+    """Return the line with the command that installs the package of a type of tokenizer."""
     package = PACKAGES[tokenizer_type]
     return (
         f"{tokenizer_type} needs the package {package}: pip install {package} (the extra"

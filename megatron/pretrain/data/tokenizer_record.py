@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of the tokenizer that wrote an indexed dataset, in a file beside it.
+"""The record of the tokenizer that wrote an indexed dataset, in a file next to it.
 
 `<prefix>.tokenizer.json` has the type, the settings, and digests of the files that decide which
 ids a text gets. Paths are relative to its folder, so that data and tokenizer can move together.
@@ -22,10 +22,10 @@ from megatron.pretrain.data.tokenizers import Tokenizer
 SUFFIX = ".tokenizer.json"
 PATHS = ("tokenizer_model", "vocab_file", "merge_file")
 LEFT_TO_THE_RUN = ("tokenizer_type", "trust_remote_code", "tokenizer_hf_include_special_tokens")
-"""Fields that are no recorded setting: code is trusted by who runs it, and how special tokens are
-put around new texts says nothing about ids."""
+"""Fields that are not recorded: code is trusted by who runs it, and special tokens around new texts
+do not change ids."""
 FOLDER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json")
-"""Files that decide the ids of a Hugging Face tokenizer, beside models of sentencepiece."""
+"""Files that decide the ids of a Hugging Face tokenizer, as models of sentencepiece do."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TokenizerRecord:
     """The record of the tokenizer of a dataset."""
 
     path: Path
-    """Of the record."""
+    """Path of the record."""
     choice: TokenizerChoice
     identity: dict[str, Any]
     """Two tokenizers give the same ids if this is the same, see :func:`identity_of`."""
@@ -41,8 +41,12 @@ class TokenizerRecord:
 
 def changed(choice: TokenizerChoice) -> dict[str, Any]:
     """Return the settings that differ from their defaults, the type among them."""
-    values = {field.name: (getattr(choice, field.name), field.default) for field in fields(choice)}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    settings = {}
+    for field in fields(choice):
+        value = getattr(choice, field.name)
+        if value != field.default:
+            settings[field.name] = value
+    return settings
 
 
 def record_path(prefix: str | Path) -> Path:
@@ -53,12 +57,18 @@ def record_path(prefix: str | Path) -> Path:
 def record_text(prefix: str | Path, choice: TokenizerChoice, tokenizer: Tokenizer) -> str:
     """Return the content of the record of a dataset that is to be written.
 
+    Args:
+        prefix: path of the dataset without suffixes; paths in the record are relative to its
+            folder.
+        choice: type and settings of the tokenizer.
+        tokenizer: the same, built.
+
     Raises:
         OSError: a file of the tokenizer cannot be read.
     """
-    settings = {
-        name: value for name, value in changed(choice).items() if name not in LEFT_TO_THE_RUN
-    }
+    settings = changed(choice)
+    for name in LEFT_TO_THE_RUN:
+        settings.pop(name, None)
     folder = record_path(prefix).absolute().parent
     for name in PATHS:
         if name in settings:
@@ -85,9 +95,9 @@ def read_record(prefix: str | Path) -> TokenizerRecord | None:
     try:
         with durable.naming(path):
             content = json.loads(path.read_text())
-        kind, settings, identity = (
-            content[key] for key in ("tokenizer_type", "settings", "identity")
-        )
+        kind = content["tokenizer_type"]
+        settings = content["settings"]
+        identity = content["identity"]
         if kind not in TOKENIZER_TYPES or not names.issuperset(settings):
             raise ValueError(f"{kind} with {', '.join(settings)} is no tokenizer of this release")
         if not isinstance(settings.get("vocab_size", 1), int):
@@ -103,7 +113,7 @@ def read_record(prefix: str | Path) -> TokenizerRecord | None:
 
 
 def identity_of(choice: TokenizerChoice, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what two tokenizers that give the same ids have in common.
+    """Return the properties that two tokenizers have in common if they give the same ids.
 
     Raises:
         OSError: a file of the tokenizer cannot be read.
@@ -126,22 +136,28 @@ def identity_of(choice: TokenizerChoice, tokenizer: Tokenizer) -> dict[str, Any]
 
 def _digest(path: Path) -> str:
     """Return the SHA-256 of a file, or of the files of a folder that decide ids."""
-    files = [path]
+    files = {"": path}
     if path.is_dir():
-        files = sorted(
-            file for file in path.iterdir() if file.name in FOLDER_FILES or file.suffix == ".model"
-        )
+        files = {}
+        for file in sorted(path.iterdir()):
+            if file.name in FOLDER_FILES or file.suffix == ".model":
+                files[file.name] = file
     digest = hashlib.sha256()
-    for file in files:
+    for name, file in files.items():
         with durable.naming(file):
             content = durable.file_at(file).read_bytes()
-        digest.update(f"{file.name if path.is_dir() else ''} {len(content)}\n".encode())
+        digest.update(f"{name} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()
 
 
 def check_records(prefixes: Iterable[str], choice: TokenizerChoice, tokenizer: Tokenizer) -> None:
-    """Check that datasets with a record were written with this tokenizer, that of the run.
+    """Check that datasets with a record were written with the tokenizer of the run.
+
+    Args:
+        prefixes: paths of the datasets without suffixes.
+        choice: type and settings of the tokenizer.
+        tokenizer: the same, built.
 
     Raises:
         ValueError: lists those that were not, with what differs.
@@ -154,18 +170,23 @@ def check_records(prefixes: Iterable[str], choice: TokenizerChoice, tokenizer: T
         if record is None:
             continue
         identity = identity or identity_of(choice, tokenizer)
-        names = sorted(identity.keys() | record.identity.keys())
-        differing = [name for name in names if identity.get(name) != record.identity.get(name)]
-        if differing:
-            shown = ", ".join(
-                f"{name} {record.identity.get(name)} instead of {identity.get(name)}"
-                for name in differing
-                if not name.endswith("_sha256")
-            )
-            problems.append(
-                f"{prefix}: written with {record.choice.tokenizer_type}"
-                + (f" ({shown})" if shown else ", from another file")
-            )
+        is_same = True
+        differences = []
+        for name in sorted(identity.keys() | record.identity.keys()):
+            written = record.identity.get(name)
+            if written == identity.get(name):
+                continue
+            is_same = False
+            if not name.endswith("_sha256"):
+                differences.append(f"{name} {written} instead of {identity.get(name)}")
+        if is_same:
+            continue
+        problem = f"{prefix}: written with {record.choice.tokenizer_type}"
+        if differences:
+            problem += f" ({', '.join(differences)})"
+        else:
+            problem += ", from another file"
+        problems.append(problem)
     if problems:
         raise ValueError(
             f"the tokenizer of this run, {choice.tokenizer_type}, is not that of the data:\n  "

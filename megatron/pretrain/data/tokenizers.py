@@ -41,8 +41,8 @@ class Tokenizer:
         eod: id that ends a document.
         encode: returns the ids of a text.
         decode: returns the text of ids.
-        identifiers: what else tells this tokenizer from others of its type and size.
-
+        identifiers: further properties that distinguish this tokenizer from others of its type and
+            size.
         pad: id of padding; None or a negative number if the vocabulary has none.
         special: ids of other special tokens. Megatron-Core's datasets mask padding out of the loss,
             but not where it is one of these too, unless --allow-ambiguous-pad-tokens.
@@ -50,6 +50,7 @@ class Tokenizer:
 
     def __init__(
         self,
+        *,
         kind: str,
         name: str,
         vocab_size: int,
@@ -60,10 +61,16 @@ class Tokenizer:
         pad: int | None = None,
         special: dict[str, int] | None = None,
     ) -> None:
-        self.kind, self.name, self.vocab_size, self.eod = kind, name, vocab_size, eod
-        self.pad = NO_TOKEN if pad is None or pad < 0 else pad
+        self.kind = kind
+        self.name = name
+        self.vocab_size = vocab_size
+        self.eod = eod
+        self.pad = NO_TOKEN
+        if pad is not None and pad >= 0:
+            self.pad = pad
         self.special_tokens_dict = {"eod_token": eod, **(special or {})}
-        self._encode, self._decode = encode, decode
+        self._encode = encode
+        self._decode = decode
         self._identifiers = identifiers or {}
 
     def tokenize(self, text: str | bytes) -> np.ndarray:
@@ -73,7 +80,8 @@ class Tokenizer:
             ValueError: the text is not valid for this tokenizer (bytes that are not UTF-8 raise
                 UnicodeDecodeError).
         """
-        text = text if isinstance(text, str) else text.decode()
+        if isinstance(text, bytes):
+            text = text.decode()
         return np.array(self._encode(text), dtype=np.int32)
 
     def detokenize(self, ids: Iterable[int]) -> str:
@@ -91,19 +99,26 @@ class ByteTokenizer(Tokenizer):
     """A tokenizer of bytes, UTF-8 or not: 256 ids, and the end-of-document token."""
 
     def __init__(self) -> None:
-        super().__init__("ByteTokenizer", "bytes", NUM_BYTES + 1, NUM_BYTES, str.encode, str)
+        super().__init__(
+            kind="ByteTokenizer",
+            name="bytes",
+            vocab_size=NUM_BYTES + 1,
+            eod=NUM_BYTES,
+            encode=str.encode,
+            decode=str,
+        )
 
     def tokenize(self, text: str | bytes) -> np.ndarray:
         """Return the bytes of `text`, int32 of shape `[tokens]`."""
-        data = text.encode() if isinstance(text, str) else text
-        return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
+        if isinstance(text, str):
+            text = text.encode()
+        return np.frombuffer(text, dtype=np.uint8).astype(np.int32)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; a byte that is not UTF-8 becomes a replacement character."""
         # A padded vocabulary lets a model produce ids that are no byte; they are left out too.
-        return bytes(int(number) for number in ids if 0 <= number < NUM_BYTES).decode(
-            errors="replace"
-        )
+        data = bytes(int(number) for number in ids if 0 <= number < NUM_BYTES)
+        return data.decode(errors="replace")
 
 
 class NullTokenizer(Tokenizer):
@@ -111,7 +126,12 @@ class NullTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(
-            "NullTokenizer", "null", vocab_size + 1, vocab_size, self._numbers, self._text
+            kind="NullTokenizer",
+            name="null",
+            vocab_size=vocab_size + 1,
+            eod=vocab_size,
+            encode=self._numbers,
+            decode=self._text,
         )
 
     def _numbers(self, text: str) -> list[int]:
@@ -130,7 +150,7 @@ class NullTokenizer(Tokenizer):
         return ids
 
     def _text(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids))
+        return " ".join(str(number) for number in ids)
 
 
 def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
@@ -142,12 +162,16 @@ def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     problems = choice.problems()
     if problems:
         raise ValueError("; ".join(problems))
-    kind, size = choice.tokenizer_type, choice.vocab_size
+    kind = choice.tokenizer_type
+    size = choice.vocab_size
     if kind == "NullTokenizer":
         assert size is not None  # a problem otherwise, as for the files of others
         return NullTokenizer(size)
-    build = BUILDERS.get(kind, _sentence_piece)
-    tokenizer = ByteTokenizer() if kind == "ByteTokenizer" else build(choice)
+    if kind == "ByteTokenizer":
+        tokenizer: Tokenizer = ByteTokenizer()
+    else:
+        build = BUILDERS.get(kind, _sentence_piece)
+        tokenizer = build(choice)
     if size is not None and size < tokenizer.vocab_size:
         raise ValueError(
             f"--vocab-size {size} is smaller than the vocabulary of {kind}"
@@ -177,18 +201,20 @@ def _hugging_face(choice: TokenizerChoice) -> Tokenizer:
         )
     # Some vocabularies have gaps, so the number of tokens may be smaller than the largest id.
     size = max(len(library), 1 + max(library.get_vocab().values()))
-    names = library.special_tokens_map.items()
-    special = {name: token for name, token in names if isinstance(token, str)}
+    special = {}
+    for name, token in library.special_tokens_map.items():
+        if isinstance(token, str):
+            special[name] = library.convert_tokens_to_ids(token)
     return Tokenizer(
-        "HuggingFaceTokenizer",
-        Path(folder).resolve().name,
-        size,
-        part.eod,
-        part.text_to_ids,
-        part.ids_to_text,
-        {"tokenizer_path": folder},
-        library.pad_token_id,
-        {name: library.convert_tokens_to_ids(token) for name, token in special.items()},
+        kind="HuggingFaceTokenizer",
+        name=Path(folder).resolve().name,
+        vocab_size=size,
+        eod=part.eod,
+        encode=part.text_to_ids,
+        decode=part.ids_to_text,
+        identifiers={"tokenizer_path": folder},
+        pad=library.pad_token_id,
+        special=special,
     )
 
 
@@ -197,7 +223,8 @@ def _gpt2_bpe(choice: TokenizerChoice) -> Tokenizer:
     from tokenizers import Tokenizer as Encoder
     from tokenizers import decoders, models, pre_tokenizers
 
-    vocab_file, merge_file = str(choice.vocab_file), str(choice.merge_file)
+    vocab_file = str(choice.vocab_file)
+    merge_file = str(choice.merge_file)
     try:
         encoder = Encoder(models.BPE.from_file(vocab_file, merge_file))
     except Exception as error:  # the library raises no other kind
@@ -209,15 +236,14 @@ def _gpt2_bpe(choice: TokenizerChoice) -> Tokenizer:
     if eod is None:
         raise ValueError(f"{vocab_file}: has no {END_OF_TEXT} to end documents with")
     encoder.add_special_tokens([END_OF_TEXT])
-    size, files = 1 + max(encoder.get_vocab().values()), f"{vocab_file} {merge_file}"
     return Tokenizer(
-        "GPT2BPETokenizer",
-        "gpt2_bpe",
-        size,
-        eod,
-        lambda text: encoder.encode(text).ids,
-        encoder.decode,
-        {"tokenizer_path": files},
+        kind="GPT2BPETokenizer",
+        name="gpt2_bpe",
+        vocab_size=1 + max(encoder.get_vocab().values()),
+        eod=eod,
+        encode=lambda text: encoder.encode(text).ids,
+        decode=encoder.decode,
+        identifiers={"tokenizer_path": f"{vocab_file} {merge_file}"},
     )
 
 
@@ -225,10 +251,11 @@ def _sentence_piece(choice: TokenizerChoice) -> Tokenizer:
     """Read a model file of sentencepiece; its three types give the same ids, without BOS."""
     from megatron.core.tokenizers.text.libraries import sentencepiece_tokenizer
 
-    path, added = str(choice.tokenizer_model), choice.tokenizer_special_tokens or []
+    path = str(choice.tokenizer_model)
+    added = choice.tokenizer_special_tokens or None
     try:
         part = sentencepiece_tokenizer.SentencePieceTokenizer(
-            path, special_tokens=added or None, legacy=choice.tokenizer_sentencepiece_legacy
+            path, special_tokens=added, legacy=choice.tokenizer_sentencepiece_legacy
         )
     except Exception as error:  # RuntimeError or OSError by release of the library
         raise _unreadable(f"{path}: no model that sentencepiece", error) from error
@@ -238,16 +265,19 @@ def _sentence_piece(choice: TokenizerChoice) -> Tokenizer:
             f"{path}: has no token that ends a sequence (</s>) to end documents with; train it"
             " with an eos_id"
         )
+    identifiers = {"tokenizer_path": path}
+    if added:
+        identifiers["special_tokens"] = " ".join(added)
     return Tokenizer(
-        "SentencePieceTokenizer",
-        Path(path).stem,
-        part.vocab_size,
-        library.eos_id(),
-        part.text_to_ids,
-        part.ids_to_text,
-        {"tokenizer_path": path} | ({"special_tokens": " ".join(added)} if added else {}),
-        library.pad_id(),
-        {"unk_token": library.unk_id(), "bos_token": library.bos_id()},
+        kind="SentencePieceTokenizer",
+        name=Path(path).stem,
+        vocab_size=part.vocab_size,
+        eod=library.eos_id(),
+        encode=part.text_to_ids,
+        decode=part.ids_to_text,
+        identifiers=identifiers,
+        pad=library.pad_id(),
+        special={"unk_token": library.unk_id(), "bos_token": library.bos_id()},
     )
 
 
@@ -259,7 +289,8 @@ def _tiktoken(choice: TokenizerChoice) -> Tokenizer:
     """
     from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
 
-    path, size = str(choice.tokenizer_model), choice.vocab_size or TIKTOKEN_VOCABULARY
+    path = str(choice.tokenizer_model)
+    size = choice.vocab_size or TIKTOKEN_VOCABULARY
     pattern = choice.tiktoken_pattern or TIKTOKEN_PATTERN
     special = list(choice.tokenizer_special_tokens or TIKTOKEN_SPECIAL)
     num_special = choice.tiktoken_num_special_tokens
@@ -277,14 +308,14 @@ def _tiktoken(choice: TokenizerChoice) -> Tokenizer:
         raise _unreadable(f"{path}: no vocabulary that tiktoken", error) from error
     settings = f"{pattern} {num_special} {' '.join(special)}"
     return Tokenizer(
-        "TikTokenizer",
-        Path(path).stem,
-        part.vocab_size,
-        part.eos_id,
-        part.text_to_ids,
-        part.tokenizer.decode,  # the part's own breaks characters of several tokens
-        {"tokenizer_path": path, "settings": settings},
-        part.pad_id,
+        kind="TikTokenizer",
+        name=Path(path).stem,
+        vocab_size=part.vocab_size,
+        eod=part.eos_id,
+        encode=part.text_to_ids,
+        decode=part.tokenizer.decode,  # that of `part` breaks characters of several tokens
+        identifiers={"tokenizer_path": path, "settings": settings},
+        pad=part.pad_id,
     )
 
 
@@ -293,14 +324,16 @@ BUILDERS: dict[str, Callable[[TokenizerChoice], Tokenizer]] = {
     "GPT2BPETokenizer": _gpt2_bpe,
     "TikTokenizer": _tiktoken,
 }
-"""Type -> what builds it from files that are there, by a package that is there."""
+"""Type -> the function that builds it, whose files and package have been found."""
 
 
 def _check_special_tokens(special: list[str], num_special_tokens: int) -> None:
     """Raise ValueError if tokens are missing or named twice, or there are more than ids."""
     missing = [token for token in TIKTOKEN_SPECIAL if token not in special]
     if missing or len(set(special)) < len(special):
-        problem = f"lacks {' '.join(missing)}" if missing else "names a token twice"
+        problem = "names a token twice"
+        if missing:
+            problem = f"lacks {' '.join(missing)}"
         raise ValueError(f"--tokenizer-special-tokens {' '.join(special)}: {problem}")
     if num_special_tokens < len(special):
         raise ValueError(
@@ -350,7 +383,8 @@ def embedding_rows(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
     Raises:
         ValueError: `padded_vocab_size` is smaller than the vocabulary, or cannot be divided.
     """
-    padded, tensor_size = args.padded_vocab_size, args.tensor_model_parallel_size
+    padded = args.padded_vocab_size
+    tensor_size = args.tensor_model_parallel_size
     if padded is None:
         multiple = args.make_vocab_size_divisible_by * tensor_size
         return math.ceil(max(tokenizer.vocab_size, args.vocab_size or 0) / multiple) * multiple

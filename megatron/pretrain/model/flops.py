@@ -40,21 +40,24 @@ def training_flops(args: argparse.Namespace, num_sequences: int) -> float:
         per_token += num_expert_layers * expert_multiply_adds(args)
     per_token += num_predicting_layers * 2 * args.hidden_size * args.hidden_size
     per_token += (1 + num_predicting_layers) * args.hidden_size * args.padded_vocab_size
-    forward_and_backward, operations = 3.0, 2.0  # of a multiply-add
-    return forward_and_backward * operations * per_token * num_sequences * args.seq_length
+    multiply_adds = 3.0 * per_token * num_sequences * args.seq_length  # backward is two thirds
+    return 2.0 * multiply_adds
 
 
 def attention_multiply_adds(args: argparse.Namespace) -> float:
     """Return the multiply-adds of one attention layer for one token, projections included."""
-    hidden, heads = args.hidden_size, args.num_attention_heads
+    hidden = args.hidden_size
+    heads = args.num_attention_heads
     keys_seen = args.seq_length / 2  # causal: half of the products are masked
     if not args.multi_latent_attention:
         groups = args.num_query_groups if args.group_query_attention else heads
         projections = hidden * args.kv_channels * (2 * heads + 2 * groups)
         return projections + 2 * heads * args.kv_channels * keys_seen
     query = args.qk_head_dim + args.qk_pos_emb_head_dim
-    rank = args.q_lora_rank
-    projections = hidden * heads * query if rank is None else rank * (hidden + heads * query)
+    if args.q_lora_rank is None:
+        projections = hidden * heads * query
+    else:
+        projections = args.q_lora_rank * (hidden + heads * query)
     projections += hidden * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
     projections += args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim)
     projections += heads * args.v_head_dim * hidden

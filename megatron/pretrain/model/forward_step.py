@@ -24,7 +24,11 @@ Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 class ForwardStep:
     """A forward step that returns the losses of a microbatch and the function that sums them.
 
-    ``iteration`` counts the training steps done so far, for error messages.
+    Args:
+        args: arguments of the run.
+        device: to which microbatches are copied.
+        iteration: number of training steps done so far, for error messages.
+        times: measure the time until a microbatch is there.
     """
 
     def __init__(
@@ -44,11 +48,10 @@ class ForwardStep:
             The plan, or the model's output, on the last pipeline stage the loss of every token, and
             the function that sums it.
         """
+        batch = {}
         with self._times.measured(BATCH, level=2), position.during(position.READING):
-            batch = {
-                name: value.to(self._device, non_blocking=True)
-                for name, value in next(data).items()
-            }
+            for name, value in next(data).items():
+                batch[name] = value.to(self._device, non_blocking=True)
         batch = batch_on_this_rank(batch)
         mask = batch["loss_mask"]
         run = model.build_schedule_plan if return_schedule_plan else model

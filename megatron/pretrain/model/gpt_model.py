@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -25,16 +25,24 @@ def build_model(
 ) -> list[MegatronModule]:
     """Build the model chunks of this pipeline stage, wrapped for data parallelism.
 
-    There is one, or one for each virtual stage. The embedding has ``padded_vocab_size`` rows.
+    Args:
+        args: the completed arguments.
+        padded_vocab_size: rows of the embedding.
+        device: device of the layers.
+
+    Returns:
+        One chunk, or one for each virtual stage.
     """
     config = transformer_config(args)
-    num_chunks = args.virtual_pipeline_model_parallel_size
-    stages = range(num_chunks) if num_chunks is not None else [None]
-    chunks = [build_chunk(args, config, padded_vocab_size, device, stage) for stage in stages]
-    model = [
-        wrap(args, config, chunk, disable_bucketing=number > 0)
-        for number, chunk in enumerate(chunks)
-    ]
+    virtual_stages: Sequence[int | None] = [None]
+    if args.virtual_pipeline_model_parallel_size is not None:
+        virtual_stages = range(args.virtual_pipeline_model_parallel_size)
+    chunks = []
+    for virtual_stage in virtual_stages:
+        chunks.append(build_chunk(args, config, padded_vocab_size, device, virtual_stage))
+    model = []
+    for number, chunk in enumerate(chunks):
+        model.append(wrap(args, config, chunk, disable_bucketing=number > 0))
     if args.data_parallel_random_init:
         for chunk in model:
             chunk.broadcast_params()
@@ -50,7 +58,14 @@ def build_chunk(
 ) -> MegatronModule:
     """Build the layers of one (virtual) pipeline stage, in the dtype of the run.
 
-    With --init-model-with-meta-device they have no values yet, and are on no device.
+    With --init-model-with-meta-device they are on the meta device and have no values yet.
+
+    Args:
+        args: the completed arguments.
+        config: settings of the model.
+        padded_vocab_size: rows of the embedding.
+        device: device of the layers, unless they are on the meta device.
+        vp_stage: number of the virtual stage; None without virtual stages.
     """
     settings = {
         "vocab_size": padded_vocab_size,
@@ -74,7 +89,9 @@ def build_chunk(
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if not args.init_model_with_meta_device:
         model.to(device)
-    return Float16Module(config, model) if config.bf16 or config.fp16 else model
+    if config.bf16 or config.fp16:
+        return Float16Module(config, model)
+    return model
 
 
 @contextmanager

@@ -45,7 +45,9 @@ def layer_spec(
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
     )
-    return spec if with_engine else with_local_classes(spec, config)
+    if with_engine:
+        return spec
+    return with_local_classes(spec, config)
 
 
 def mtp_block_spec(
@@ -53,8 +55,13 @@ def mtp_block_spec(
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the layers that predict further tokens, for GPTModel's ``mtp_block_spec``.
 
-    They are made like the last of ``spec``, the result of :func:`layer_spec`. None on stages
-    without such layers.
+    Args:
+        config: settings of the model, as for :func:`layer_spec`.
+        spec: result of :func:`layer_spec`. The layers are made like the last of it.
+        vp_stage: virtual stage; None without virtual stages.
+
+    Returns:
+        None on stages without such layers.
     """
     if not config.mtp_num_layers:
         return None
@@ -65,7 +72,9 @@ def mtp_block_spec(
         )[-1]
         spec = replace(spec, layer_specs=[last])
     block = get_gpt_mtp_block_spec(config, spec, with_engine, vp_stage=vp_stage)
-    return block if with_engine else with_local_classes(block, config)
+    if with_engine:
+        return block
+    return with_local_classes(block, config)
 
 
 def _with_engine(config: TransformerConfig) -> bool:
@@ -93,8 +102,8 @@ def _with_classes(spec: Any, classes: dict[type, type]) -> Any:
     if isinstance(spec, list):
         return [_with_classes(part, classes) for part in spec]
     if is_dataclass(spec):
-        values = {
-            field.name: _with_classes(getattr(spec, field.name), classes) for field in fields(spec)
-        }
+        values = {}
+        for field in fields(spec):
+            values[field.name] = _with_classes(getattr(spec, field.name), classes)
         return replace(spec, **values)  # type: ignore[type-var]  # a type was returned above
     return spec

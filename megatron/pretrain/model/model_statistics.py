@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.sharded_param import sharded_param_of
 from megatron.mcore_adapter.checkpoints.torch_dist_format import gathered_weights
-from megatron.mcore_adapter.core_optimizers import gradient_of
+from megatron.mcore_adapter.precision_aware import gradient_of
 
 
 def number_of_parameters(model: list[MegatronModule]) -> int:
@@ -41,7 +41,8 @@ def count_zeros(model: list[MegatronModule]) -> int:
     """Return the number of zeros in the reduced gradients of a model with --use-megatron-fsdp."""
     zeros = []
     for parameter, _ in owned_shards(model):
-        if isinstance(gradient := gradient_of(parameter), DTensor):
+        gradient = gradient_of(parameter)
+        if isinstance(gradient, DTensor):
             gradient = gradient.to_local()
             zeros.append(float(gradient.numel() - gradient.count_nonzero()))
     return int(_sum_over_ranks(zeros))
@@ -64,16 +65,18 @@ def _owned_shard(parameter: nn.Parameter) -> torch.Tensor | None:
     is_first_instance = instances is None or instances.rank() == 0
     if isinstance(parameter, DTensor):
         # Replicas within an instance are marked as shared.
-        is_divided = sharded_param_of(parameter).group.partition.num_outer > 1
-        return parameter.to_local() if is_first_instance or is_divided else None
+        if is_first_instance or sharded_param_of(parameter).group.partition.num_outer > 1:
+            return parameter.to_local()
+        return None
+    main_param = getattr(parameter, "main_param", parameter)  # set by Megatron-Core's optimizer
     if getattr(parameter, "main_param_sharded", False):
-        main_param = parameter.main_param  # type: ignore[attr-defined]  # Megatron-Core sets it
-        return main_param if is_first_instance else None
-    if _is_expert(parameter):
-        data_rank = parallel_state.get_expert_data_parallel_rank()
+        is_counted_here = is_first_instance
+    elif _is_expert(parameter):
+        is_counted_here = parallel_state.get_expert_data_parallel_rank() == 0
     else:
         data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return getattr(parameter, "main_param", parameter) if data_rank == 0 else None
+        is_counted_here = data_rank == 0
+    return main_param if is_counted_here else None
 
 
 def _is_expert(parameter: nn.Parameter) -> bool:

@@ -31,25 +31,33 @@ LOAD_BALANCING = {
 
 
 class LossCollector:
-    """A writer for Megatron-Core's trackers that keeps what it is told."""
+    """A writer for Megatron-Core's trackers that keeps the numbers."""
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
 
     def add_scalar(self, name: str, value: Any, iteration: int) -> None:
-        """Keep a number; ``iteration`` is not needed."""
+        """Keep a number.
+
+        Args:
+            name: name of the loss in the tracker.
+            value: a number or a tensor of one element.
+            iteration: ignored.
+        """
         self.values[name] = float(value)
 
 
 def forget() -> None:
-    """Empty the trackers: what follows is another forward."""
+    """Empty the trackers, before another forward."""
     if get_moe_metrics_tracker is not None:
         get_moe_metrics_tracker().clear()
     else:
         moe_utils.clear_aux_losses_tracker()
     if MTPLossLoggingHelper.tracker:
-        name = next(name for name in EMPTYING if hasattr(MTPLossLoggingHelper, name))
-        getattr(MTPLossLoggingHelper, name)()
+        for name in EMPTYING:
+            if hasattr(MTPLossLoggingHelper, name):
+                getattr(MTPLossLoggingHelper, name)()
+                break
 
 
 def take(args: argparse.Namespace, num_microbatches: int) -> dict[str, float]:
@@ -98,13 +106,16 @@ def _token_prediction_losses(num_layers: int, num_microbatches: int) -> dict[str
 
 def _router_losses(args: argparse.Namespace) -> list[str]:
     kinds = args.moe_router_load_balancing_type
-    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if isinstance(kinds, str):
+        kinds = [kinds]
     names = [LOAD_BALANCING[kind] for kind in kinds if kind in LOAD_BALANCING]
-    return names + ["z_loss"] * (args.moe_z_loss_coeff is not None)
+    if args.moe_z_loss_coeff is not None:
+        names.append("z_loss")
+    return names
 
 
 def _make_trackers(args: argparse.Namespace, names: list[str]) -> None:
-    """Make what this stage lacks, since Megatron-Core sums over stages.
+    """Make the trackers that this stage lacks, since Megatron-Core sums over stages.
 
     By itself it would make them without the layers of multi-token prediction.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of a run: their history beside its checkpoints, and a plot of them."""
+"""The losses of a run: their history in the directory of checkpoints, and a plot of them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,14 @@ class LossHistory:
         if not self._path.is_file():
             return None
         lines = self._path.read_text(errors="replace").splitlines()
-        sound = [entry for entry in map(_parsed, lines) if entry is not None]
-        self.entries = [entry for entry in sound if entry["iteration"] <= iteration]
-        num_damaged = len(lines) - len(sound)
+        self.entries = []
+        num_damaged = 0
+        for line in lines:
+            entry = _parsed(line)
+            if entry is None:
+                num_damaged += 1
+            elif entry["iteration"] <= iteration:
+                self.entries.append(entry)
         if not num_damaged:
             return None
         return f"{num_damaged} of {len(lines)} lines of {self._path} are damaged and left out"
@@ -53,7 +58,11 @@ class LossHistory:
 
     def curve(self, name: str) -> Points:
         """Return the points of ``train`` or ``validation``."""
-        return [(int(entry["iteration"]), entry[name]) for entry in self.entries if name in entry]
+        points = []
+        for entry in self.entries:
+            if name in entry:
+                points.append((int(entry["iteration"]), entry[name]))
+        return points
 
 
 def _parsed(line: str) -> Entry | None:
@@ -88,21 +97,24 @@ def draw_loss_curves(path: Path, train: Points, valid: Points) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    curves = {"training": train, "validation": valid}
-    drawn = {name: points for name, points in curves.items() if points}
-    if not drawn:
+    if not train and not valid:
         return False
     figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name, points in drawn.items():
+    last_losses = []
+    last_iteration = 0
+    for name, points in (("training", train), ("validation", valid)):
+        if not points:
+            continue
+        iterations, losses = zip(*points)
         # A single point is invisible without a marker; hundreds of markers hide the line.
-        axes.plot(*zip(*points), marker="o" if len(points) <= 30 else "", label=name)
+        axes.plot(iterations, losses, marker="o" if len(points) <= 30 else "", label=name)
+        last_losses.append(f"{name} {significant(losses[-1], 4)}")
+        last_iteration = max(last_iteration, iterations[-1])
     axes.set_xlabel("iteration")
     axes.set_ylabel("loss (nats per token)")
-    last = [f"{name} {significant(points[-1][1], 4)}" for name, points in drawn.items()]
-    iteration = max(points[-1][0] for points in drawn.values())
-    axes.set_title(f"Loss after {iteration} iterations: {', '.join(last)}")
+    axes.set_title(f"Loss after {last_iteration} iterations: {', '.join(last_losses)}")
     axes.grid(alpha=0.3)
     axes.legend()
 

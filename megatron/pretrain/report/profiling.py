@@ -23,7 +23,7 @@ def profile_directory(args: argparse.Namespace) -> str:
 
 @contextmanager
 def profiling(args: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Profile steps as ``--profile`` and the flags beside it say. Leaving early ends the profile.
+    """Profile steps as ``--profile`` and its other flags ask. Leaving early ends the profile.
 
     All ranks record, so that they can be compared if a collective fails; the ranks of
     ``--profile-ranks`` write files.
@@ -63,9 +63,10 @@ def profiling(args: argparse.Namespace, say: Callable[[str], None]) -> Iterator[
 
 
 def _start(args: argparse.Namespace, profile: ExitStack) -> None:
-    """Start the profiles; they end with the stack, and a file that cannot be written is told."""
+    """Start the profiles, which end with the stack; a file that cannot be written is reported."""
     decorations = Decorations(complain)  # any rank may be one that writes
-    directory, rank = profile_directory(args), dist.get_rank()
+    directory = profile_directory(args)
+    rank = dist.get_rank()
 
     def enter(name: str, context: AbstractContextManager[Any]) -> None:
         context.__enter__()

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 WIDTH = 100
 """Columns of a row."""
-SEPARATOR, INDENT = " | ", "  "
+SEPARATOR = " | "
+INDENT = "  "
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -24,7 +25,9 @@ def significant(value: float, digits: int = 3) -> str:
 
 def duration(seconds: float) -> str:
     """Return the time of a step, such as 0.312 ms, 205 ms or 12.3 s."""
-    return f"{significant(seconds)} s" if seconds >= 1 else f"{significant(seconds * 1e3)} ms"
+    if seconds >= 1:
+        return f"{significant(seconds)} s"
+    return f"{significant(seconds * 1e3)} ms"
 
 
 def clock(seconds: float) -> str:
@@ -34,13 +37,17 @@ def clock(seconds: float) -> str:
     days, hours = divmod(hours, 24)
     if days:
         return f"{days} d {hours:02}:{minutes:02}:{rest:02}"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"
 
 
 def size(num_bytes: float) -> str:
     """Return an amount of memory in MiB, or from 10 GiB on in GiB."""
     mib = num_bytes / 2**20
-    return f"{significant(mib / 1024)} GiB" if mib >= 10240 else f"{significant(mib)} MiB"
+    if mib >= 10240:
+        return f"{significant(mib / 1024)} GiB"
+    return f"{significant(mib)} MiB"
 
 
 def count(number: float) -> str:
@@ -55,9 +62,10 @@ def rows(parts: Iterable[str]) -> str:
     """Join parts by a separator, in rows of at most ``WIDTH`` columns; later ones are indented."""
     lines: list[str] = []
     for part in parts:
-        joined = f"{lines[-1]}{SEPARATOR}{part}" if lines else part
-        if lines and len(joined) > WIDTH:
+        if not lines:
+            lines.append(part)
+        elif len(lines[-1]) + len(SEPARATOR) + len(part) > WIDTH:
             lines.append(INDENT + part)
         else:
-            lines[-1:] = [joined]
+            lines[-1] += SEPARATOR + part
     return "\n".join(lines)

@@ -34,7 +34,7 @@ LABELS = {
     "loss-scale": "loss scale",
 }
 """Name of a number of a step -> its label on the log."""
-UNKNOWN_PEAK = "no MFU for {}, whose peak is not known here: give --device-peak-tflops"
+UNKNOWN_PEAK = "no MFU for {}, whose peak is not known: use --device-peak-tflops"
 
 
 class Report:
@@ -68,7 +68,8 @@ class Report:
             return
         if not knows_peak:
             self.say(UNKNOWN_PEAK.format(torch.cuda.get_device_name()))
-        save, load = self._args.save, self._args.load
+        save = self._args.save
+        load = self._args.load
         if save:
             with self._decorations.guard(CONFIG):
                 write_config(Path(save), self._args, progress.iteration)
@@ -143,8 +144,9 @@ class Report:
             self._scalars.add(scalars_of_step(self._args, shown), progress, tuple(shown))
 
     def _end_interval(self, progress: Progress, shown: dict[str, float]) -> None:
-        """Report what took place since the last line."""
-        speed, memory = self._clock.end_interval(progress), memory_in_use()
+        """Print the line of the log for the steps since the last one, and write its numbers."""
+        speed = self._clock.end_interval(progress)
+        memory = memory_in_use()
         if self._speaks and self._args.record_memory_history:
             with self._decorations.guard(self._args.memory_snapshot_path, Exception):
                 torch.cuda.memory._dump_snapshot(self._args.memory_snapshot_path)
@@ -153,7 +155,8 @@ class Report:
         numbers = speed.scalars() | {"memory-bytes": memory}
         times = self.times.report(self._iterations_since_line)
         self._scalars.add(numbers | times, progress)
-        self._iterations_since_line = self._skipped_since_line = 0
+        self._iterations_since_line = 0
+        self._skipped_since_line = 0
 
     def times_of(self, name: str, progress: Progress) -> None:
         """Report the time of a checkpoint; a collective if phases are timed."""
@@ -182,10 +185,17 @@ class Report:
         return [*parts, *speed.parts(), size(memory), f"ETA {clock(speed.remaining)}"]
 
     def evaluation(self, progress: Progress, loss: float, name: str = "validation") -> None:
-        """Report an evaluation: the mean loss of the split ``name``, in nats per token."""
+        """Report an evaluation.
+
+        Args:
+            progress: progress of the run.
+            loss: mean in nats per token.
+            name: name of the split: "validation" or "test".
+        """
         if not self._speaks:
             return
-        iteration, perplexity = progress.iteration, math.exp(min(20, loss))
+        iteration = progress.iteration
+        perplexity = math.exp(min(20, loss))
         self.say(
             f"{name} at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL:"
             f" {perplexity:.6E}"
@@ -205,12 +215,15 @@ class Report:
                 self._history.write()
 
     def keep(self) -> None:
-        """Write the history of losses and its plot beside the checkpoints."""
+        """Write the history of losses and its plot into the directory of checkpoints."""
         self.keep_history()
         if self._speaks and self._args.save:
             with self._decorations.guard(PICTURE):
-                curves = self._history.curve("train"), self._history.curve("validation")
-                draw_loss_curves(Path(self._args.save) / PICTURE, *curves)
+                draw_loss_curves(
+                    Path(self._args.save, PICTURE),
+                    train=self._history.curve("train"),
+                    valid=self._history.curve("validation"),
+                )
 
     def saved(self, progress: Progress) -> None:
         """Report that a checkpoint has been published."""
@@ -243,7 +256,7 @@ class Report:
 
 
 def scalars_of_step(args: argparse.Namespace, shown: dict[str, float]) -> dict[str, float]:
-    """Return the numbers of a step for TensorBoard, as the flags say."""
+    """Return the numbers of a step for TensorBoard, as the flags ask for them."""
     numbers = dict(shown)
     if not args.log_loss_scale_to_tensorboard:
         numbers.pop("loss-scale", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files beside the checkpoints of a run, and what else only decorates it."""
+"""Files in the directory of checkpoints, and a guard for outputs that only decorate a run."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class Decorations:
 
     @contextmanager
     def guard(self, name: str, errors: type[Exception] = OSError) -> Iterator[None]:
-        """Go on with training where a file or service cannot be written, and say so once.
+        """Continue with training where a file or service cannot be written, and report it once.
 
-        No collective may be inside: its error would be passed over.
+        No collective may be inside: its error would be ignored.
         """
         try:
             yield
         except errors as error:
             if name not in self._failed:
                 self._failed.add(name)
-                self._say(f"{name} cannot be written, training goes on without: {error}")
+                self._say(f"{name} cannot be written, training continues without: {error}")
 
 
 def write_config(folder: Path, args: argparse.Namespace, iteration: int) -> None:

@@ -23,7 +23,12 @@ SAMPLES = "samples vs steps"
 class ScalarWriters:
     """Numbers that go to TensorBoard with --tensorboard-dir, to W&B with --wandb-project.
 
-    Where one of them fails, training goes on without it. Only the first rank ``writes``.
+    Where one of them fails, training continues without it.
+
+    Args:
+        args: arguments of the run.
+        decorations: guard of both.
+        writes: True on the first rank only; others write nothing.
     """
 
     def __init__(self, args: argparse.Namespace, decorations: Decorations, writes: bool):
@@ -47,12 +52,16 @@ class ScalarWriters:
     def add(
         self, values: Mapping[str, float], progress: Progress, by_samples: tuple[str, ...] = ()
     ) -> None:
-        """Write numbers of the iteration that ``progress`` is at, by their names.
+        """Write numbers of an iteration.
 
-        TensorBoard gets those that are named in ``by_samples`` over the consumed samples too. In
-        W&B any number can be drawn over ``samples vs steps``.
+        Args:
+            values: numbers by their names.
+            progress: progress of the run at that iteration.
+            by_samples: names of those that TensorBoard gets over the consumed samples too. In W&B
+                any number can be drawn over ``samples vs steps``.
         """
-        iteration, samples = progress.iteration, progress.consumed_train_samples
+        iteration = progress.iteration
+        samples = progress.consumed_train_samples
         if self._tensorboard is not None:
             with self._decorations.guard(TENSORBOARD):
                 for name, value in values.items():

@@ -36,7 +36,7 @@ class Speed:
     """The speed of the steps of an interval."""
 
     seconds: float
-    """Of a step, the mean."""
+    """Mean time of a step."""
     tokens: float
     """Tokens per second of all ranks."""
     flops: float
@@ -44,12 +44,14 @@ class Speed:
     peak: float | None
     """FLOP/s that the device could reach; None if they are not known."""
     remaining: float
-    """Seconds to the end of the run, evaluations and checkpoints included, if it goes on so."""
+    """Seconds to the end of the run at this speed, with evaluations and checkpoints."""
 
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilization: the part of the peak, 0 to 1. Source: arXiv:2204.02311."""
-        return self.flops / self.peak if self.peak else None
+        if not self.peak:
+            return None
+        return self.flops / self.peak
 
     def parts(self) -> list[str]:
         """Return the parts of a line of the log, but for the time that remains."""
@@ -65,7 +67,9 @@ class Speed:
             "tokens-per-second": self.tokens,
             "throughput": self.flops / 1e12,
         }
-        return numbers if self.mfu is None else numbers | {"mfu": self.mfu}
+        if self.mfu is not None:
+            numbers["mfu"] = self.mfu
+        return numbers
 
 
 class SpeedClock:
@@ -74,15 +78,16 @@ class SpeedClock:
     def __init__(self, args: argparse.Namespace):
         self._args = args
         self._peak: float | None = None
-        self._interval_began = self._stopped = time.perf_counter()
+        self._interval_began = time.perf_counter()
+        self._stopped = self._interval_began
         self._before = Progress()
         # End of the first step of this run, whose time has the start of many things in it.
         self._warm: tuple[float, int] | None = None
 
     def start(self, progress: Progress) -> bool:
-        """Begin to measure from ``progress`` on; return False if there is no MFU to be had.
+        """Begin to measure from ``progress`` on; return False if the peak is not known.
 
-        On a CPU all ranks measure the peak here, each what its threads reach beside the others.
+        On a CPU all ranks measure the peak here, at the same time as in training.
         """
         self._peak = peak_flops(self._args)
         self._before = Progress(**vars(progress))
@@ -99,7 +104,8 @@ class SpeedClock:
 
     def end_interval(self, progress: Progress) -> Speed:
         """Return the speed since the last call, or the start, in at least one step."""
-        now, before = time.perf_counter(), self._before
+        now = time.perf_counter()
+        before = self._before
         steps = progress.iteration - before.iteration
         elapsed = max(now - self._interval_began, 1e-9)
         samples = progress.consumed_train_samples - before.consumed_train_samples
@@ -114,7 +120,8 @@ class SpeedClock:
             peak=self._peak,
             remaining=self._remaining(progress.iteration, now, elapsed / steps),
         )
-        self._before, self._interval_began = Progress(**vars(progress)), now
+        self._before = Progress(**vars(progress))
+        self._interval_began = now
         return speed
 
     def _remaining(self, iteration: int, now: float, seconds: float) -> float:
@@ -150,7 +157,8 @@ def measured_flops(dtype: torch.dtype) -> float:
     """Return the FLOP/s of a matrix product on the threads of this process, measured once."""
     matrix = torch.ones(MATRIX_SIZE, MATRIX_SIZE, dtype=dtype)
     out = torch.empty_like(matrix)
-    best, end = float("inf"), time.perf_counter() + MEASURED_SECONDS
+    best = float("inf")
+    end = time.perf_counter() + MEASURED_SECONDS
     with torch.no_grad():
         torch.mm(matrix, matrix, out=out)  # the first one loads kernels
         while best == float("inf") or time.perf_counter() < end:

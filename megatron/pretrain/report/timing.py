@@ -18,17 +18,41 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 INTERVAL = "interval-time"
-SAVE, LOAD = "save-checkpoint", "load-checkpoint"
-OPTIMIZER, BATCH = "optimizer", "batch-generator"
-LEVEL_1 = f"""{INTERVAL} forward-backward all-grads-sync conditional-embedder-grads-all-reduce
-    non-tensor-parallel-grads-all-reduce embedding-grads-all-reduce params-all-gather
-    optimizer-copy-to-main-grad optimizer-unscale-and-check-inf optimizer-clip-main-grad
-    optimizer-count-zeros optimizer-inner-step optimizer-copy-main-to-model-params
-    {OPTIMIZER}""".split()
+SAVE = "save-checkpoint"
+LOAD = "load-checkpoint"
+OPTIMIZER = "optimizer"
+BATCH = "batch-generator"
+LEVEL_1 = [
+    INTERVAL,
+    "forward-backward",
+    "all-grads-sync",
+    "conditional-embedder-grads-all-reduce",
+    "non-tensor-parallel-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "params-all-gather",
+    "optimizer-copy-to-main-grad",
+    "optimizer-unscale-and-check-inf",
+    "optimizer-clip-main-grad",
+    "optimizer-count-zeros",
+    "optimizer-inner-step",
+    "optimizer-copy-main-to-model-params",
+    OPTIMIZER,
+]
 """Timers that run about once in an iteration, of this program and of Megatron-Core."""
-LEVEL_2 = f"""{BATCH} forward-compute backward-compute forward-recv forward-send backward-recv
-    backward-send forward-send-forward-recv forward-send-backward-recv backward-send-forward-recv
-    backward-send-backward-recv forward-backward-send-forward-backward-recv""".split()
+LEVEL_2 = [
+    BATCH,
+    "forward-compute",
+    "backward-compute",
+    "forward-recv",
+    "forward-send",
+    "backward-recv",
+    "backward-send",
+    "forward-send-forward-recv",
+    "forward-send-backward-recv",
+    "backward-send-forward-recv",
+    "backward-send-backward-recv",
+    "forward-backward-send-forward-backward-recv",
+]
 """Timers that run many times in an iteration."""
 
 
@@ -37,10 +61,14 @@ class PhaseTimes:
 
     def __init__(self, args: argparse.Namespace, say: Callable[[str], None]):
         level = args.timing_log_level
-        self.timers = Timers(level, args.timing_log_option) if level else None
+        self.timers: Timers | None = None
         """Megatron-Core's timers; None at level 0."""
+        if level > 0:
+            self.timers = Timers(level, args.timing_log_option)
         self._barrier = args.barrier_with_L1_time
-        self._names = LEVEL_1 + LEVEL_2 if level > 1 else LEVEL_1
+        self._names = list(LEVEL_1)
+        if level > 1:
+            self._names += LEVEL_2
         self.writes = args.log_timers_to_tensorboard
         self._say = say
         self._configs: list[object] = []
@@ -95,7 +123,10 @@ class PhaseTimes:
     def report(self, num_iterations: int, name: str = "") -> dict[str, float]:
         """Report the times of an interval as means of its iterations; a collective from level 1 on.
 
-        ``name`` is that of something else, which is no part of an iteration, such as a checkpoint.
+        Args:
+            num_iterations: number of iterations in the interval.
+            name: a single timer to report, of work outside of iterations, such as a checkpoint; ""
+                for all timers of iterations.
 
         Returns:
             Name -> seconds, for TensorBoard: the longest of all ranks, with

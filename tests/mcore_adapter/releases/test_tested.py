@@ -41,7 +41,7 @@ def path_of(*folders: Path) -> AbstractContextManager[object]:
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
-    tested._say_once.cache_clear()
+    tested._warn_once.cache_clear()
 
 
 def test_the_installed_release_is_tested() -> None:

@@ -88,7 +88,7 @@ def test_a_full_disk_loses_the_profile_and_not_the_last_checkpoint(
     line = f"{LINE} --save {tmp_path}/run --profile --profile-step-start 1 --profile-step-end {end}"
     for iteration, complaint in run_ranks(2, train_and_complain, tmp_path, f"{line} {RANKS}"):
         assert iteration == 4
-        assert complaint.count("cannot be written, training goes on without: [Errno 28]") == 1
+        assert complaint.count("cannot be written, training continues without: [Errno 28]") == 1
     assert (tmp_path / "run" / "iter_0000004" / ".metadata").is_file()
 
 

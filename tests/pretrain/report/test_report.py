@@ -254,7 +254,7 @@ def test_what_only_decorates_may_fail_and_is_told_once(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     for name, line in zip((HISTORY, PICTURE, PROGRESS), lines):
-        assert line.startswith(f"{name} cannot be written, training goes on without: ")
+        assert line.startswith(f"{name} cannot be written, training continues without: ")
         (tmp_path / name).rmdir()
     report.keep_history()
     report.saved(progress)
@@ -279,7 +279,7 @@ def test_training_goes_on_where_tensorboard_cannot_begin(
     report, _ = steps(namespace(tensorboard_dir=str(tmp_path / "file" / "logs")), [5.0, 4.0])
     report.end()
     told = [line for line in capsys.readouterr().out.splitlines() if "TensorBoard" in line]
-    assert len(told) == 1 and "cannot be written, training goes on without: " in told[0]
+    assert len(told) == 1 and "cannot be written, training continues without: " in told[0]
 
 
 def test_a_run_leaves_the_settings_of_a_model_of_hugging_face_alone(tmp_path: Path) -> None:

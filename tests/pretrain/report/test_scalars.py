@@ -72,7 +72,7 @@ def test_a_service_that_fails_is_told_once_and_training_goes_on(
     monkeypatch.setattr(wandb, "init", init)
     steps(args, [5.0, 4.0])[0].end()
     lines = capsys.readouterr().out.splitlines()
-    message = "Weights & Biases cannot be written, training goes on without: no network"
+    message = "Weights & Biases cannot be written, training continues without: no network"
     assert lines.count(message) == 1 and sum("no network" in line for line in lines) == 1
     assert sum(line.startswith("iteration") for line in lines) == 2
 
