@@ -338,13 +338,13 @@ class Sharder:
         level, shards_outer = self._settings.strategy.of(kind)
         dense = self._settings.own_mesh.dense
         data_groups = []
-        is_expert = kind is ParameterKind.EXPERT
-        if level.shards_optimizer or is_expert:
+        of_experts = kind is ParameterKind.EXPERT
+        if level.shards_optimizer or of_experts:
             data_groups = self._data_groups(shards_outer)
         groups = list(data_groups)
         if dense.tensor is not None:
             groups.append(dense.tensor.get_group())
-        if not is_expert:
+        if not of_experts:
             return NormGroup(tuple(groups)), NormGroup(tuple(data_groups))
         # Other ranks own other experts of the same name. Norms are over all of them.
         copies = 1

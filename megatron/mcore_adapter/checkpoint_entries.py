@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.core.key_rules import entry_names
-from megatron.checkpoint.core.spelling import is_expert, plain_name
+from megatron.checkpoint.core.spelling import is_in_expert, plain_name
 from megatron.checkpoint.fsdp_dtensor.keys import (
     EXTRA_STATE,
     META_PREFIX,
@@ -57,7 +57,7 @@ def own_extra_states(model: Iterable[nn.Module]) -> dict[str, bytes]:
     found = {}
     for chunk in model:
         for key, value in chunk.state_dict().items():
-            is_grouped = is_expert(key) and ".local_experts." not in key
+            is_grouped = is_in_expert(key) and ".local_experts." not in key
             if not key.endswith(EXTRA_STATE) or is_grouped:
                 continue
             found[key] = b""

@@ -136,10 +136,7 @@ def _usage_of_unit(
 
 def experts_in(model: nn.Module) -> bool:
     """Return True if a model has expert parameters, which have a mesh of their own."""
-    for name, parameter in model.named_parameters():
-        if belongs_to_expert(name, parameter):
-            return True
-    return False
+    return any(belongs_to_expert(*named) for named in model.named_parameters())
 
 
 def host_bytes(numel: int, precision: Precision, trainable: bool, states: int) -> int:

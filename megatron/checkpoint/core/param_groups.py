@@ -13,7 +13,7 @@ from typing import Any
 from megatron.checkpoint.core.key_rules import VOCABULARY
 from megatron.checkpoint.core.lazy_tensor import Shape
 from megatron.checkpoint.core.listing import refuse, some
-from megatron.checkpoint.core.spelling import canonical_name, is_expert
+from megatron.checkpoint.core.spelling import canonical_name, is_in_expert
 from megatron.checkpoint.core.training_state import Fields, OptimizerParamGroup
 
 _FIELDS_OF_TORCH = {
@@ -29,6 +29,9 @@ _FIELDS_OF_TRANSFORMER_ENGINE = {"bias_correction": True}
 
 Groups = list[Fields]
 """Fields of the optimizer's param groups."""
+
+EXPERT_FIELD = "is_expert_parallel"
+"""Megatron-Core's field of a param group: its parameters are those of experts."""
 
 
 def assign(
@@ -103,7 +106,7 @@ def _fitting(
     # The value of each group, and the one that the parameter's group has.
     rules = (
         ([group.get("wd_mult") != 0.0 for group in groups], should_decay),
-        ([bool(group.get("is_expert_parallel")) for group in groups], is_expert(name)),
+        ([bool(group.get(EXPERT_FIELD)) for group in groups], is_in_expert(name)),
         ([_has_own_rate(group, groups) for group in groups], name in VOCABULARY),
         (["betas" in group for group in groups], is_adams),
     )
@@ -164,7 +167,7 @@ def group_by_fields(fields_of: Mapping[str, Fields]) -> list[OptimizerParamGroup
 
 def _order_of_group(group: OptimizerParamGroup) -> tuple[bool, bool]:
     is_without_decay = group.fields.get("wd_mult") == 0.0
-    return bool(group.fields.get("is_expert_parallel")), is_without_decay
+    return bool(group.fields.get(EXPERT_FIELD)), is_without_decay
 
 
 def for_any_optimizer(fields: Mapping[str, Any], step: float | None) -> Fields:

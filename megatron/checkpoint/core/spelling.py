@@ -142,7 +142,7 @@ def expert_number(name: str) -> int | None:
     return int(found[1])
 
 
-def is_expert(name: str) -> bool:
+def is_in_expert(name: str) -> bool:
     """Return True if a parameter belongs to an expert of an expert-parallel layer."""
     return ".mlp.experts." in name
 
@@ -331,7 +331,7 @@ def _has_grouped_experts(state: TrainingState, engine: bool) -> bool:
     If the file names no experts, the arguments decide for layers of Transformer Engine.
     """
     for name, module_name in state.module_names.items():
-        if is_expert(name):
+        if is_in_expert(name):
             return ".local_experts." not in module_name
     return engine and bool(getattr(state.args, "moe_grouped_gemm", False))
 

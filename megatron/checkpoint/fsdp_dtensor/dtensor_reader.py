@@ -13,6 +13,7 @@ import torch
 from megatron.checkpoint.core import key_rules, param_groups
 from megatron.checkpoint.core.lazy_tensor import Tensors, concatenate
 from megatron.checkpoint.core.listing import refuse, some
+from megatron.checkpoint.core.param_groups import EXPERT_FIELD
 from megatron.checkpoint.core.spelling import HALVES, canonical_name, plain_name
 from megatron.checkpoint.core.training_state import (
     MOMENTS,
@@ -34,7 +35,7 @@ from megatron.checkpoint.fsdp_dtensor.keys import (
 _SLOTS = (*MOMENTS, MOMENTUM, "step")
 _RANDOM_STATE = re.compile(r"^rng_state\.\((\d+), (\d+)\)\.(\d+)\.(.+)$")
 _FIELDS_OF_ALL = {
-    "is_expert_parallel",
+    EXPERT_FIELD,
     "default_config",
     "wd_mult",
     "lr_mult",

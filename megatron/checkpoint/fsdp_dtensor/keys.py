@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.checkpoint.core import key_rules
+from megatron.checkpoint.core.param_groups import EXPERT_FIELD
 from megatron.checkpoint.core.spelling import HALVES, canonical_name, plain_name
 from megatron.checkpoint.core.training_state import Fields
 
@@ -49,9 +50,9 @@ def wrapper_prefix(keys: Iterable[str], names: Iterable[str]) -> str | None:
 def without_layout(fields: Mapping[str, Any]) -> Fields:
     """Return the fields of a param group that do not depend on the parallel layout of the run.
 
-    ``is_expert_parallel`` does: in a run with one expert rank experts have no groups of their own.
+    that of experts does: in a run with one expert rank experts have no groups of their own.
     """
-    return {field: value for field, value in fields.items() if field != "is_expert_parallel"}
+    return {field: value for field, value in fields.items() if field != EXPERT_FIELD}
 
 
 def split_half(name: str) -> tuple[str, str]:

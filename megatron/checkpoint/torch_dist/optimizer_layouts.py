@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, Tensors
 from megatron.checkpoint.core.listing import refuse
+from megatron.checkpoint.core.param_groups import EXPERT_FIELD
 from megatron.checkpoint.core.spelling import unstacked
 from megatron.checkpoint.core.training_state import Fields
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
@@ -267,7 +268,7 @@ def _chain_of_experts(chains: Mapping[int, Any], buffers: BuffersByRank) -> int 
     for chain, state in chains.items():
         groups = param_groups_of([state])
         has_groups = has_groups or bool(groups)
-        if groups and all(group["is_expert_parallel"] for group in groups):
+        if groups and all(group[EXPERT_FIELD] for group in groups):
             return chain
     # Without any param groups, the last of several optimizers is taken.
     last = max((chain for chain, _ in buffers), default=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.checkpoint.core.spelling import expert_number, is_expert
+from megatron.checkpoint.core.spelling import expert_number, is_in_expert
 from megatron.checkpoint.torch_dist.optimizer_buffers import (
     PARAMETER_ALIGNMENT,
     BufferLocation,
@@ -47,7 +47,7 @@ def dense_shards(
     """Return the shards in the buffers of the dense optimizer; experts may have their own."""
     if not experts_are_apart:
         return list(shards)
-    return [shard for shard in shards if not is_expert(shard.name)]
+    return [shard for shard in shards if not is_in_expert(shard.name)]
 
 
 def place_chunk(

@@ -18,7 +18,7 @@ from megatron.checkpoint.core.lazy_tensor import Tensors
 from megatron.checkpoint.core.spelling import (
     Spelling,
     expert_number,
-    is_expert,
+    is_in_expert,
     layer_kinds,
     layer_number,
 )
@@ -78,7 +78,7 @@ class BucketLayout:
 
     def num_splits(self, name: str) -> int:
         """Return the number of tensor-parallel ranks that a parameter with a split dim is on."""
-        if is_expert(name):
+        if is_in_expert(name):
             return self.expert_tensor_parallel_size
         return self.tensor_parallel_size
 

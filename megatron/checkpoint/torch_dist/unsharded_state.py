@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.core.param_groups import has_muon
+from megatron.checkpoint.core.param_groups import EXPERT_FIELD, has_muon
 from megatron.checkpoint.core.training_state import Fields, OptimizerParamGroup, TrainingState
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
@@ -143,11 +143,11 @@ def _optimizer(state: TrainingState, has_distributed: bool) -> dict[Any, Any]:
         is_adams = has_distributed or "betas" in fields
         if last is not None and is_adams:
             fields["step"] = last
-        is_expert = bool(fields.get("is_expert_parallel")) and not is_layer_wise
-        groups_of.setdefault((is_adams, is_expert), []).append(fields)
+        of_experts = bool(fields.get(EXPERT_FIELD)) and not is_layer_wise
+        groups_of.setdefault((is_adams, of_experts), []).append(fields)
     optimizers = []
-    for is_adams, is_expert in sorted(groups_of):
-        inner: Fields = {"param_groups": groups_of[is_adams, is_expert]}
+    for is_adams, of_experts in sorted(groups_of):
+        inner: Fields = {"param_groups": groups_of[is_adams, of_experts]}
         if has_distributed:
             optimizer = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
             if state.grad_scaler:
@@ -224,7 +224,7 @@ def optimizers_of_ranks(
 def param_groups_of(optimizers: Sequence[Any]) -> list[Fields]:
     """Return the param groups of all optimizers, those of experts last.
 
-    They have ``is_expert_parallel`` and, if the file has it, ``step``, but no ``params``.
+    They have ``EXPERT_FIELD`` and, if the file has it, ``step``, but no ``params``.
     """
     groups = []
     for number, state in enumerate(optimizers):
@@ -235,7 +235,7 @@ def param_groups_of(optimizers: Sequence[Any]) -> list[Fields]:
         is_last_of_several = 0 < number == len(optimizers) - 1
         for fields in inner.get("param_groups", []):
             group = {name: value for name, value in fields.items() if name != "params"}
-            group.setdefault("is_expert_parallel", is_last_of_several)
+            group.setdefault(EXPERT_FIELD, is_last_of_several)
             step = common_step
             if step is None:
                 step = group.get("step")
@@ -244,4 +244,4 @@ def param_groups_of(optimizers: Sequence[Any]) -> list[Fields]:
             if step is not None:
                 group["step"] = step
             groups.append(group)
-    return sorted(groups, key=lambda group: bool(group["is_expert_parallel"]))
+    return sorted(groups, key=lambda group: bool(group[EXPERT_FIELD]))

@@ -26,6 +26,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
+from megatron.checkpoint.core.param_groups import EXPERT_FIELD
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.dcp.stored_metadata import read_metadata
 from megatron.checkpoint.torch_dist.checkpoint import check_marker
@@ -55,7 +56,6 @@ SHARDING_TYPE = "distrib_optim_sharding_type"
 """Field of the metadata: layout of a distributed optimizer; absent for any other optimizer."""
 MEMORY_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
 """Field of the metadata: True if a save gathers the optimizer's state on one rank only."""
-EXPERT = "is_expert_parallel"
 """Field of a param group: True for weights of experts that ranks divide among them."""
 LENIENT = ("log_", "return_", "ignore_")
 """Prefixes of the values of --dist-ckpt-strictness with which differences are no errors."""
@@ -440,7 +440,7 @@ def _for_chain(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> dict[Any,
     for stored_state in stored:
         for group in stored_state["optimizer"]["param_groups"]:
             groups.append(group)
-            substitutes.append({**group, EXPERT: not group.get(EXPERT)})
+            substitutes.append({**group, EXPERT_FIELD: not group.get(EXPERT_FIELD)})
     shared = _without_numbers(stored[0])
     shared["optimizer"] = {**shared["optimizer"], "param_groups": [*substitutes, *groups]}
     if is_single:

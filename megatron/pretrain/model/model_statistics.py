@@ -71,7 +71,7 @@ def _owned_shard(parameter: nn.Parameter) -> torch.Tensor | None:
     main_param = getattr(parameter, "main_param", parameter)  # set by Megatron-Core's optimizer
     if getattr(parameter, "main_param_sharded", False):
         is_counted_here = is_first_instance
-    elif _is_expert(parameter):
+    elif _is_of_expert(parameter):
         is_counted_here = parallel_state.get_expert_data_parallel_rank() == 0
     else:
         data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -79,7 +79,7 @@ def _owned_shard(parameter: nn.Parameter) -> torch.Tensor | None:
     return main_param if is_counted_here else None
 
 
-def _is_expert(parameter: nn.Parameter) -> bool:
+def _is_of_expert(parameter: nn.Parameter) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
@@ -87,7 +87,7 @@ def _is_replicated_over_tensor_ranks(parameter: nn.Parameter) -> bool:
     """Return True if a lower tensor-parallel rank has the same parameter and counts it."""
     if getattr(parameter, "tensor_model_parallel", False):
         return False
-    if _is_expert(parameter):
+    if _is_of_expert(parameter):
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
         group = parallel_state.get_tensor_model_parallel_group()
