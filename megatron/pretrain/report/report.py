@@ -219,11 +219,9 @@ class Report:
         self.keep_history()
         if self._speaks and self._args.save:
             with self._decorations.guard(PICTURE):
-                draw_loss_curves(
-                    Path(self._args.save, PICTURE),
-                    train=self._history.curve("train"),
-                    valid=self._history.curve("validation"),
-                )
+                train = self._history.curve("train")
+                valid = self._history.curve("validation")
+                draw_loss_curves(Path(self._args.save, PICTURE), train, valid)
 
     def saved(self, progress: Progress) -> None:
         """Report that a checkpoint has been published."""
