@@ -89,7 +89,7 @@ def software_of_arguments(args: argparse.Namespace) -> Software:
         MEGATRON_CORE,
         overlaps_tensor=bool(getattr(args, "tp_comm_overlap", False)),
         overlaps_data=bool(args.overlap_grad_reduce),
-        uses_fp8=bool(args.fp8),
+        uses_fp8=bool(args.fp8 or args.fp4),
         uses_graphs=getattr(args, "cuda_graph_impl", "none") != "none",
         reduce_bytes=2 if args.grad_reduce_in_bf16 else 4,
     )
