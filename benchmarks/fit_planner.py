@@ -3,7 +3,7 @@
 
     python benchmarks/fit_planner.py published_runs.jsonl
 
-The constants that it prints belong into ``Fitted`` of ``megatron/planning/gpu_kernels.py``.
+The constants that it prints belong into ``Fitted`` of ``megatron/planning/costs/gpu_kernels.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, without installation
 
-from megatron.planning.gpu_kernels import FITTED
+from megatron.planning.costs.gpu_kernels import FITTED
 from megatron.planning.published.compared_runs import errors_of
 from megatron.planning.published.constant_fit import cross_validation, fit, ratios
 from megatron.planning.published.plan_run import formula_of

@@ -37,9 +37,9 @@ set_up_logging()
 from megatron.checkpoint.commands.command import Program  # noqa: E402
 from megatron.checkpoint.store import durable  # noqa: E402
 from megatron.planning.candidates import Choices  # noqa: E402
+from megatron.planning.costs.model_sizes import sizes_of_arguments  # noqa: E402
 from megatron.planning.layer_costs import software_of_arguments  # noqa: E402
 from megatron.planning.machine import MACHINES, Cluster, find_machine  # noqa: E402
-from megatron.planning.model_sizes import sizes_of_arguments  # noqa: E402
 from megatron.planning.picture import draw_plan  # noqa: E402
 from megatron.planning.presets import PRESETS  # noqa: E402
 from megatron.planning.proposals import Plan, costs_of_update, fixed, proposals  # noqa: E402

@@ -21,7 +21,7 @@ from megatron.mcore_adapter.coded_weights import (
     gathered_part,
 )
 from megatron.mcore_adapter.run.wrapped_model import unwrap
-from megatron.planning.gpu_kernels import FITTED
+from megatron.planning.costs.gpu_kernels import FITTED
 from megatron.planning.host_copies import follow_copies
 from megatron.planning.layer_costs import GptCosts
 from megatron.planning.machine import Cluster

@@ -14,14 +14,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron.planning.gpu_kernels import FITTED, Fitted
-from megatron.planning.layer_memory import ATTENTION_CORE, FULL, NONE, LayerMemory
-from megatron.planning.layer_seconds import LayerWork
+from megatron.planning.costs.gpu_kernels import FITTED, Fitted
+from megatron.planning.costs.layer_memory import ATTENTION_CORE, FULL, NONE, LayerMemory
+from megatron.planning.costs.layer_seconds import LayerWork
+from megatron.planning.costs.model_sizes import mesh_of_arguments, sizes_of_arguments
+from megatron.planning.costs.software import Software
+from megatron.planning.costs.spent_seconds import Spent
 from megatron.planning.machine import Cluster
-from megatron.planning.model_sizes import mesh_of_arguments, sizes_of_arguments
 from megatron.planning.skeleton import NO_COST, Cost
-from megatron.planning.software import Software
-from megatron.planning.spent_seconds import Spent
 
 MEGATRON_CORE = Software(loss_bytes=30, kept_logit_bytes=8)
 """The layers of ``pretrain_gpt.py``: Transformer Engine's, and Megatron-Core's fused loss."""
@@ -89,7 +89,7 @@ def software_of_arguments(args: argparse.Namespace) -> Software:
         MEGATRON_CORE,
         overlaps_tensor=bool(getattr(args, "tp_comm_overlap", False)),
         overlaps_data=bool(args.overlap_grad_reduce),
-        uses_fp8=bool(args.fp8),
+        uses_fp8=bool(args.fp8 or args.fp4),
         uses_graphs=getattr(args, "cuda_graph_impl", "none") != "none",
         reduce_bytes=2 if args.grad_reduce_in_bf16 else 4,
     )

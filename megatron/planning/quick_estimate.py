@@ -18,7 +18,7 @@ from megatron.fsdp import ShardingStrategy
 from megatron.mcore_adapter.coded_weights import PLAIN, layers_of
 from megatron.mcore_adapter.run.wrapped_model import unwrap
 from megatron.planning.candidates import Candidate
-from megatron.planning.gpu_kernels import FITTED
+from megatron.planning.costs.gpu_kernels import FITTED
 from megatron.planning.layer_costs import GptCosts
 from megatron.planning.machine import Cluster
 from megatron.planning.optimizer_update import HOST_UPDATE_BYTES

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.planning.layer_memory import FULL, NONE
+from megatron.planning.costs.layer_memory import FULL, NONE
+from megatron.planning.costs.model_sizes import ModelSizes, RunLayout
+from megatron.planning.costs.software import Software
+from megatron.planning.costs.step_formula import FormulaStep, StepFormula
 from megatron.planning.machine import Cluster
-from megatron.planning.model_sizes import ModelSizes, RunLayout
-from megatron.planning.software import Software
-from megatron.planning.step_formula import FormulaStep, StepFormula
 
 LONGEST_PIPELINE = 16
 MICRO_BATCHES = (1, 2, 4)

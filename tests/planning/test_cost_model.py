@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from megatron.planning.gpu_kernels import Fitted, Kernels, part_of_tiles
-from megatron.planning.layer_memory import FULL, LayerMemory
+from megatron.planning.costs.gpu_kernels import Fitted, Kernels, part_of_tiles
+from megatron.planning.costs.layer_memory import FULL, LayerMemory
+from megatron.planning.costs.model_sizes import ExpertSizes, ModelSizes, RunLayout
+from megatron.planning.costs.software import Software
+from megatron.planning.costs.step_formula import FormulaStep, StepFormula, stages_of
 from megatron.planning.machine import MACHINES, Cluster
-from megatron.planning.model_sizes import ExpertSizes, ModelSizes, RunLayout
 from megatron.planning.sharding_choice import Choice, ChosenLayout, choices_of, turn_of
-from megatron.planning.software import Software
-from megatron.planning.step_formula import FormulaStep, StepFormula, stages_of
 
 H100 = MACHINES["h100"]
 MODEL = ModelSizes(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron.planning.gpu_kernels import FITTED
+from megatron.planning.costs.gpu_kernels import FITTED
 from megatron.planning.published.compared_runs import ComparedRun, NotPlanned, error_table, table
 from megatron.planning.published.constant_fit import cross_validation
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from megatron.planning.gpu_kernels import Fitted
+from megatron.planning.costs.gpu_kernels import Fitted
 from megatron.planning.published.compared_runs import Errors, errors_of
 from megatron.planning.published.plan_run import formula_of
 from megatron.planning.published.published_runs import PublishedRun

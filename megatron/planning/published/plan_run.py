@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.planning.costs.gpu_kernels import FITTED, Fitted
+from megatron.planning.costs.layer_memory import ATTENTION_CORE, FULL, LATENT, NONE
+from megatron.planning.costs.model_sizes import ModelSizes
+from megatron.planning.costs.software import UNFUSED, Software
+from megatron.planning.costs.step_formula import FormulaStep, StepFormula
 from megatron.planning.gpt_simulation import simulate_stage
-from megatron.planning.gpu_kernels import FITTED, Fitted
 from megatron.planning.layer_costs import GptCosts
-from megatron.planning.layer_memory import ATTENTION_CORE, FULL, LATENT, NONE
-from megatron.planning.model_sizes import ModelSizes
 from megatron.planning.published.published_runs import PublishedRun
 from megatron.planning.published.run_flags import flags_of
 from megatron.planning.published.run_machine import machine_of
@@ -26,8 +28,6 @@ from megatron.planning.published.run_software import (
     software_of,
 )
 from megatron.planning.search import arguments_on
-from megatron.planning.software import UNFUSED, Software
-from megatron.planning.step_formula import FormulaStep, StepFormula
 from megatron.pretrain.arguments import CommandLineError
 
 GIB = 2**30

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from megatron.planning.layer_memory import (
+from megatron.planning.costs.layer_memory import (
     ATTENTION_CORE,
     FULL,
     LATENT,
@@ -19,10 +19,10 @@ from megatron.planning.layer_memory import (
     NONE,
     PRODUCTS,
 )
-from megatron.planning.model_sizes import ExpertSizes, LatentSizes, ModelSizes, RunLayout
+from megatron.planning.costs.model_sizes import ExpertSizes, LatentSizes, ModelSizes, RunLayout
+from megatron.planning.costs.software import COMPILED, EAGER, UNFUSED, Software
 from megatron.planning.published.published_runs import PublishedRun
 from megatron.planning.published.run_flags import VOCABULARY_MULTIPLE, NotExpressibleError
-from megatron.planning.software import COMPILED, EAGER, UNFUSED, Software
 
 _MEGATRON = Software(loss_bytes=30, kept_logit_bytes=8, overlaps_tensor=True)
 _TORCH_FSDP = Software(

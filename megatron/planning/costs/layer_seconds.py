@@ -30,12 +30,12 @@ they are short: a layer takes as long as the slower one of both.
 
 from __future__ import annotations
 
-from megatron.planning.gpu_kernels import FITTED, Fitted, Kernels
-from megatron.planning.layer_memory import NONE
+from megatron.planning.costs.gpu_kernels import FITTED, Fitted, Kernels
+from megatron.planning.costs.layer_memory import NONE
+from megatron.planning.costs.model_sizes import ModelSizes, RunLayout
+from megatron.planning.costs.software import COMPILED, EAGER, FUSED, UNFUSED, Software
+from megatron.planning.costs.spent_seconds import LayerSeconds, Spent
 from megatron.planning.machine import Cluster
-from megatron.planning.model_sizes import ModelSizes, RunLayout
-from megatron.planning.software import COMPILED, EAGER, FUSED, UNFUSED, Software
-from megatron.planning.spent_seconds import LayerSeconds, Spent
 
 CALLS = {EAGER: 50, FUSED: 50, COMPILED: 18}
 """Operations that the host launches for the forward of a dense layer: counted in Llama's of

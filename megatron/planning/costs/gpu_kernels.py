@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
+from megatron.planning.costs.software import ATTENTION, Software
 from megatron.planning.machine import Cluster
-from megatron.planning.software import ATTENTION, Software
 
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 """Rows and columns of tiles, and the part of the FLOP/s of the largest one that they reach."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from megatron.planning.gpu_kernels import FITTED, Fitted, Kernels
-from megatron.planning.layer_memory import NONE, LayerMemory
-from megatron.planning.layer_seconds import LayerWork
+from megatron.planning.costs.gpu_kernels import FITTED, Fitted, Kernels
+from megatron.planning.costs.layer_memory import NONE, LayerMemory
+from megatron.planning.costs.layer_seconds import LayerWork
+from megatron.planning.costs.model_sizes import ModelSizes, RunLayout
+from megatron.planning.costs.software import Software
+from megatron.planning.costs.spent_seconds import Spent
 from megatron.planning.machine import Cluster
-from megatron.planning.model_sizes import ModelSizes, RunLayout
-from megatron.planning.software import Software
-from megatron.planning.spent_seconds import Spent
 
 BUCKET_ELEMENTS = 40e6
 """Elements of a bucket of DDP in Megatron-Core: the default of --ddp-bucket-size with few ranks."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.planning.model_sizes import ModelSizes, RunLayout
-from megatron.planning.software import COMPILED, EAGER, FUSED, UNFUSED, Software
+from megatron.planning.costs.model_sizes import ModelSizes, RunLayout
+from megatron.planning.costs.software import COMPILED, EAGER, FUSED, UNFUSED, Software
 
 NONE, FULL = "none", "full"
 """Nothing is recomputed; whole layers, all of them or a part."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.planning.layer_memory import ATTENTION_CORE, FULL, LATENT, MLP, PRODUCTS
+from megatron.planning.costs.layer_memory import ATTENTION_CORE, FULL, LATENT, MLP, PRODUCTS
 
 
 @dataclass

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's model of time and memory: kernels, layers, and whole steps by formulas."""
