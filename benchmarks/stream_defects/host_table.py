@@ -14,7 +14,7 @@ HOST_DEFECTS = [
     defect(
         "offloaded blocks are updated before they are on the device",
         OFFLOADED,
-        {BLOCKS + "run": [("arrived.wait()", "pass")]},
+        {BLOCKS + "run": [("current.pending.wait()", "pass")]},
     ),
     defect(
         "the copies of a block are freed before they are on the host",

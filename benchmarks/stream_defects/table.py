@@ -398,7 +398,7 @@ DEFECTS = [
     defect(
         "slots are registered with the first group only",
         "registered for all-gathers",
-        {POOLS + "register": [("self._backends)", "self._backends[:1])")]},
+        {POOLS + "register": [("in self._backends:", "in self._backends[:1]:")]},
         NCCL_RULE,
     ),
     defect(

@@ -268,9 +268,9 @@ def tie_on_meta() -> str:
     )
 
 
-def test_tied_weights_that_initialisation_makes_anew_are_refused(blackwell: RunOnRanks) -> None:
+def test_tied_weights_that_initialisation_replaces_are_refused(blackwell: RunOnRanks) -> None:
     for message in blackwell(tie_on_meta):
-        assert "Linear makes weight" in message and "build it on a device" in message
+        assert "Linear replaces weight" in message and "build it on a device" in message
 
 
 def copies_for_backward(recipe_name: str, keeps: bool) -> list[bool]:

@@ -14,11 +14,24 @@ from megatron.fsdp.optimizer.host.host_memory import HostMemory
 
 @contextmanager
 def sums_as_on_a_gpu() -> Iterator[None]:
-    """Copy, add and copy back inside the context, although device and host are one."""
+    """Copy, add and copy back inside the context, although device and host are one.
+
+    As on a GPU, what is in host memory already is added or cast there.
+    """
+    on_host: set[int] = set()
+    new, add_on_host = HostMemory.empty, HostMemory.add
+
+    def empty(self: HostMemory, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = new(self, numel, dtype)
+        on_host.add(tensor.data_ptr())
+        return tensor
 
     def add(self: HostMemory, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
-        self._add_during_compute(total, addend, is_first)
-        self.release(total)
+        if addend.data_ptr() in on_host:
+            add_on_host(self, total, addend, is_first)
+        else:
+            self._add_during_compute(total, addend, is_first)
+            self.release(total)
 
-    with patch.object(HostMemory, "add", add):
+    with patch.object(HostMemory, "empty", empty), patch.object(HostMemory, "add", add):
         yield
