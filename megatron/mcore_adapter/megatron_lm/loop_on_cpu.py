@@ -63,10 +63,9 @@ class LoopOnCpu:
 
     def _replace_device(self) -> None:
         """Answer the loop's questions about a device, and make its tensors on the CPU."""
-        self._replace(
-            torch.cuda, "is_available", _for_the_loop(torch.cuda.is_available, answer=True)
-        )
-        self._replace(torch.cuda, "device_count", _for_the_loop(torch.cuda.device_count, answer=1))
+        for name, answer in (("is_available", True), ("device_count", 1)):
+            original = getattr(torch.cuda, name)
+            self._replace(torch.cuda, name, _for_the_loop(original, answer=answer))
         self._replace(torch.cuda, "get_device_properties", lambda device=None: ARCHITECTURE)
         for name in ("set_device", "empty_cache", "reset_peak_memory_stats"):
             self._replace(torch.cuda, name, lambda *args, **kwargs: None)

@@ -86,9 +86,9 @@ def counting_bytes(copied: list[int]) -> Iterator[None]:
     """Add the bytes of the blocks of offloaded weights that are copied to ``copied[0]``."""
     copy_block = block_update._copy
 
-    def counted(targets: Sequence[Tensor], sources: Sequence[Tensor], _: bool) -> None:
+    def counted(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         copied[0] += sum(source.nbytes for source in sources)
-        copy_block(targets, sources, _)
+        copy_block(targets, sources)
 
     with patch.object(block_update, "_copy", counted):
         yield

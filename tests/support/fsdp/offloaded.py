@@ -29,9 +29,11 @@ def sums_as_on_a_gpu() -> Iterator[None]:
     def add(self: HostMemory, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
         if addend.data_ptr() in on_host:
             add_on_host(self, total, addend, is_first)
-        else:
-            self._add_during_compute(total, addend, is_first)
-            self.release(total)
+            return
+        on_device = None if is_first else total.clone()  # the copy to which a GPU adds
+        self._add_during_compute(total, addend, is_first)
+        del on_device
+        self.release(total)
 
     with patch.object(HostMemory, "empty", empty), patch.object(HostMemory, "add", add):
         yield
