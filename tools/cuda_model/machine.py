@@ -156,7 +156,7 @@ def _patch_tensors(patches: ExitStack, detector: Detector) -> None:
         return to_cpu(self, *args, **kwargs)
 
     def as_numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if detector.blocks.is_on_device(self):
+        if detector.blocks.is_on_device(self) and not detector.makes_on_host():
             detector.host_read(self, "numpy()")
         else:
             detector.host_uses("numpy()", [self], [])
