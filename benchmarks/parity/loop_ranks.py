@@ -28,11 +28,13 @@ import typing_extensions
 
 import megatron.mcore_adapter.__main__ as program
 from benchmarks.stream_defects.table import DEFECTS
+from megatron.checkpoint.dcp import safe_loading, signing_writer
 from megatron.mcore_adapter import FullyShardedDataParallel
 from tests.support.cuda_model.core_graphs import core_graphs
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.transformer_engine.collectives import join_no_collectives
 from tests.support.warm_programs import free_port
+from tools.cuda_model.detector import Detector
 
 PROGRAM = Path(__file__).with_name("loop_pretrain_gpt.py")
 build, run_path = FullyShardedDataParallel.__init__, runpy.run_path
@@ -140,11 +142,28 @@ def run_rank(
         os._exit(status)
 
 
+OF_FILES = ((safe_loading, "read_chunk"), (signing_writer, "_write"))
+"""Functions that read and write files: their tensors are in host memory, whatever the model is."""
+
+
+def in_host_memory(detector: Detector, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose tensors the model counts as those of the host."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with detector.making_on_host():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def run_on_model(path: Path, defect: str, *args: Any, **kwargs: Any) -> None:
     """Run a program on the model of a CUDA device, which must have nothing to report."""
-    with ExitStack() as defects, cuda_model() as model, core_graphs(model):
+    with ExitStack() as patches, cuda_model() as model, core_graphs(model):
         for each in [each for each in DEFECTS if each.name == defect]:
-            defects.enter_context(each.made())
+            patches.enter_context(each.made())
+        for owner, name in OF_FILES:
+            function = in_host_memory(model.detector, getattr(owner, name))
+            patches.enter_context(patch.object(owner, name, function))
         run_path(*args, **kwargs)
     write(path, "replays", model.detector.graphs.num_replays)
     assert not model.reports, "\n".join(map(str, model.reports))
