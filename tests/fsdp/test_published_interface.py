@@ -79,6 +79,8 @@ SHARD = """
     expert_outer_dp_sharding_strategy=None, embedding_zero_dp_strategy=None
 """
 
+SHARDED = ("module", "optimizer")
+
 SIGNATURES = {
     "fully_shard_model": f"module, {SHARD}",
     "fully_shard": f"module, optimizer, {SHARD}",
@@ -169,6 +171,27 @@ def test_a_name_that_is_not_offered_says_what_does_its_work(module: str) -> None
         exec(f"from {module} import {name}")
     assert f"{module} does not offer {name}" in str(error.value) and alternative in str(error.value)
     assert not hasattr(importlib.import_module(module), "anything_else")
+
+
+class CallEndedError(Exception):
+    """Ends a call where its keywords are translated; its argument is all of them."""
+
+
+@pytest.mark.parametrize("name", ["fully_shard_model", "fully_shard"])
+def test_every_argument_is_translated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def translated(keywords: dict[str, Any]) -> None:
+        raise CallEndedError(keywords)
+
+    home = sys.modules["megatron_fsdp.fully_shard"]
+    monkeypatch.setattr(home, "_translated", translated)
+    function = getattr(home, name)
+    given = {argument: object() for argument in inspect.signature(function).parameters}
+    with pytest.raises(CallEndedError) as error:
+        function(**given)
+    (keywords,) = error.value.args
+    assert keywords == {
+        argument: value for argument, value in given.items() if argument not in SHARDED
+    }
 
 
 @on_ranks(1)
