@@ -210,9 +210,9 @@ def fully_shard_model(
             None: as for other parameters where the level of experts is 3, otherwise 0.
         embedding_zero_dp_strategy: ``zero_dp_strategy`` of embeddings and of the output layer:
             parameters of ``nn.Embedding`` and of the module that ``get_output_embeddings`` returns,
-            and those with the attribute ``is_embedding_or_output_parameter``. With 2 they stay
-            gathered, as a fused cross entropy over the output layer needs it. None: as for other
-            parameters.
+            and those with the attribute ``is_embedding_or_output_parameter``. Below 3 they stay
+            gathered, as a fused cross entropy over the output layer needs it, and the outer axis
+            does not shard their state. None: as for other parameters.
 
     Returns:
         The wrapper; the user's module is its ``module``.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.engine.mesh import Mesh
+from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.engine.unit_choice import belongs_to_expert
 from megatron.fsdp.module_access.trainability import Trainability
@@ -24,6 +25,7 @@ _num_models: Counter[tuple[int, ...]] = Counter()  # that were sharded over the 
 def check_agreement(
     settings: Settings,
     parameters_of: dict[Unit, dict[str, nn.Parameter]],
+    kinds: Mapping[str, ParameterKind],
     buffers: dict[str, torch.Tensor],
 ) -> None:
     """Check that all ranks shard the same model by the same settings; a collective.
@@ -31,6 +33,7 @@ def check_agreement(
     Args:
         settings: the settings of this rank.
         parameters_of: parameters of every unit by their names.
+        kinds: the kinds of all of them by their names.
         buffers: buffers of the model by their names.
 
     Raises:
@@ -47,7 +50,7 @@ def check_agreement(
     num_parameters = 0
     for parameters in parameters_of.values():
         for name, parameter in parameters.items():
-            values[f"parameter {num_parameters}"] = f"{name} {_description(parameter)}"
+            values[f"parameter {num_parameters}"] = f"{name} {_description(parameter, kinds[name])}"
             num_parameters += 1
     values["the number of parameters"] = num_parameters
     for number, (name, buffer) in enumerate(buffers.items()):
@@ -56,11 +59,13 @@ def check_agreement(
     refuse_differences(values, data_groups(settings.own_mesh))
 
 
-def _description(parameter: nn.Parameter) -> str:
+def _description(parameter: nn.Parameter, kind: ParameterKind) -> str:
     text = f"{tuple(parameter.shape)} {parameter.dtype}"
     text += " trainable" if parameter.requires_grad else " frozen"
     if parameter.is_meta:
         text += " on meta"
+    if kind is not ParameterKind.DENSE:
+        text += f" {kind.value}"
     return text
 
 

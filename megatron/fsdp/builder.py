@@ -68,15 +68,22 @@ def shard_parameters(
     ignored = settings.strategy.ignored | sharded_before
     move(module, settings.device, ignored)  # tensors on meta are allocated later
     units, parameters_of = _find_units(module, settings, ignored)
-    check_agreement(settings, parameters_of, dict(module.named_buffers()))
-    slots = _make_memory_slots(settings)
-    numel = 0
+    named: dict[str, nn.Parameter] = {}
     for parameters in parameters_of.values():
-        numel += sum(parameter.numel() for parameter in parameters.values())
+        named.update(parameters)
+    kinds = kinds_of(
+        module,
+        named,
+        has_expert_mesh=settings.own_mesh.expert is not None,
+        has_embedding_strategy=settings.strategy.embedding_level is not None,
+    )
+    check_agreement(settings, parameters_of, kinds, dict(module.named_buffers()))
+    slots = _make_memory_slots(settings)
+    numel = sum(parameter.numel() for parameter in named.values())
     if streams is None:
         streams = streams_for(settings.device)
     sharder = Sharder(module, settings, slots=slots, numel=numel, streams=streams)
-    sharded_params = sharder.shard(parameters_of, initialiser)
+    sharded_params = sharder.shard(parameters_of, kinds, initialiser)
     if initialiser is not None:
         sharder.initialise(units, sharded_params, initialiser)
     sharder.broadcast_buffers(module)
@@ -198,21 +205,23 @@ class Sharder:
     def shard(
         self,
         parameters_of: dict[Unit, dict[str, nn.Parameter]],
+        kinds: Mapping[str, ParameterKind],
         initialiser: Initialiser | None,
     ) -> ShardedParams:
-        """Create the groups of every unit, and move parameters into the buffers of their groups."""
+        """Create the groups of every unit, and move parameters into the buffers of their groups.
+
+        Args:
+            parameters_of: the parameters of every unit by their names.
+            kinds: the kinds of all of them by their names.
+            initialiser: gives parameters on the meta device their first values. None: there are
+                none.
+        """
         # The values of a parameter move into the buffer as soon as the buffer exists, so a module
         # on the device of the shards never needs twice its memory. Parameters on the meta device
         # are filled by `initialise`, unless the shards are there too: then a run is simulated.
         sharded_params: ShardedParams = {}
         given: dict[nn.Parameter, nn.Parameter] = {}  # by those that initialisation put in place
         for unit, parameters in parameters_of.items():
-            kinds = kinds_of(
-                self._module,
-                parameters,
-                has_expert_mesh=self._has_expert_mesh,
-                has_embedding_strategy=self._settings.strategy.embedding_level is not None,
-            )
             if initialiser is not None:
                 given |= replace_meta_weights(self._module, parameters, initialiser.initialise)
             for key, names in names_of_groups(parameters, kinds).items():

@@ -171,7 +171,8 @@ def _problems_of_kinds(kinds: set[ParameterKind], settings: Settings) -> Iterato
     if strategy.embedding_level is not None and ParameterKind.EMBEDDING not in kinds:
         yield (
             "Strategy.embedding_level needs parameters of an nn.Embedding, of the module that"
-            " get_output_embeddings returns, or with is_embedding_or_output_parameter=True"
+            " get_output_embeddings returns, or with is_embedding_or_output_parameter=True: leave"
+            " it out for models without them, such as a pipeline stage in the middle"
         )
     has_expert_strategy = strategy.expert_level is not None or strategy.expert_outer is not None
     if has_expert_strategy and ParameterKind.EXPERT not in kinds:

@@ -45,8 +45,8 @@ class Strategy:
         embedding_level: ``level`` of embeddings and of the output layer: parameters of
             ``nn.Embedding`` and of the module that ``get_output_embeddings`` returns, and those
             with the attribute ``is_embedding_or_output_parameter``, as Megatron-Core marks them.
-            With 2 they stay gathered, as a fused cross entropy over the output layer needs it.
-            None: ``level``.
+            Below 3 they stay gathered, as a fused cross entropy over the output layer needs it, and
+            the outer axis does not shard their state. None: ``level``.
         boundaries: "prefer_rows": a shard boundary may cut inside a row of a parameter where rows
             would cost more than 1 % of padding; the local tensor is then flat. "rows": never. A
             number: nor inside a block of so many elements, for optimizers that quantize state.

@@ -16,6 +16,7 @@ operation after the other. These read and write, for each fp32 element:
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from megatron.fsdp import ShardedModule
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
-from megatron.fsdp.engine.policy import ParameterKind
+from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.optimizer.matrix.matrix_parts import OwnerRanks
 from megatron.mcore_adapter.core_optimizers import is_matrix
 from megatron.mcore_adapter.run.optimizer_names import MUON
@@ -151,17 +152,17 @@ def matrices_of(model: ShardedModule) -> list[ShardedParam]:
 def _plan_owners(
     args: argparse.Namespace, machine: Cluster, model: ShardedModule, matrices: list[ShardedParam]
 ) -> Iterator[OwnerPlan]:
-    """Yield the plans of each kind's matrices."""
-    for kind in ParameterKind:
-        own = [each for each in matrices if each.kind is kind]
-        if own:
-            axes = model._mesh.axes(kind)
-            among = OwnerRanks(axes)
-            numbers = dist.get_process_group_ranks(among.group)
-            yield plan_owners(
-                [each.slice.shape for each in own],
-                [numbers[member] for member in among.members],
-                machine,
-                steps=args.muon_num_ns_steps,
-                num_replicas=axes.num_data_ranks // own[0].group.partition.num_owned,
-            )
+    """Yield the plans of matrices that have the same axes: experts', and all others."""
+    found: dict[Axes, list[ShardedParam]] = defaultdict(list)
+    for matrix in matrices:
+        found[model._mesh.axes(matrix.kind)].append(matrix)
+    for axes, own in found.items():
+        among = OwnerRanks(axes)
+        numbers = dist.get_process_group_ranks(among.group)
+        yield plan_owners(
+            [matrix.slice.shape for matrix in own],
+            [numbers[member] for member in among.members],
+            machine,
+            steps=args.muon_num_ns_steps,
+            num_replicas=axes.num_data_ranks // own[0].group.partition.num_owned,
+        )

@@ -82,9 +82,14 @@ def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate
     parameters_of = unit_choice.assign_parameters(units)
     if not memory_plan.fine_grained:
         unit_choice.merge_small_units(units, parameters_of, memory_plan.prefetch_bytes)
+    kinds = kinds_of(
+        model,
+        dict(model.named_parameters()),
+        has_expert_mesh=memory_plan.expert is not None,
+        has_embedding_strategy=memory_plan.strategy.embedding_level is not None,
+    )
     usages = []
     for parameters in parameters_of.values():
-        kinds = kinds_of(model, parameters, has_expert_mesh=memory_plan.expert is not None)
         usages.append(_usage_of_unit(parameters, kinds, memory_plan))
 
     def whole(part: str) -> int:

@@ -127,8 +127,7 @@ def sharded_axes(
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
     for parameter in parameters:
         if isinstance(parameter, DTensor) and not is_linked(parameter):
-            for name in others.intersection(axis_names(parameter.device_mesh)):
-                tensor = name
+            tensor = next(iter(others.intersection(axis_names(parameter.device_mesh))), tensor)
     axes_of_engine = Mesh(
         device_mesh=named,
         inner=flat[levels[-1]],

@@ -10,12 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from megatron.fsdp import Mesh, Strategy, fully_shard, trace
+from megatron.fsdp.dtensor.sharded_param import sharded_param_of
 from megatron.fsdp.engine.unit_choice import embedding_parameters
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
-from tests.support.fsdp.reference import Case, Ranks, batch, compare_all, loss_of, on_ranks
+from tests.support.fsdp.reference import (
+    Case,
+    Ranks,
+    batch,
+    build,
+    compare_all,
+    loss_of,
+    on_ranks,
+)
 from tests.support.fsdp.wrong_calls import message_of
 
 MARKED = Drawn(
@@ -54,6 +63,33 @@ def test_embeddings_of_another_level_train_as_the_unsharded_model(
     ranks: Ranks, pairs: dict[Sequence[int], str]
 ) -> None:
     ranks(4, compare_levels, pairs)
+
+
+@on_ranks(2)
+def test_each_kind_has_its_level() -> None:
+    """Embedding and output layer are in the unit of the root, with the last norm."""
+    for rest, embeddings in ((3, 2), (1, 3)):
+        module = build(MARKED)
+        model = fully_shard_model(
+            module,
+            Meshes().arguments("flat")["device_mesh"],
+            fsdp_unit_modules=type(module).units,
+            **levels(rest, embeddings),
+        )
+        for name, parameter in model.named_parameters():
+            is_embedding = name.startswith(("module.embed", "module.head"))
+            level = sharded_param_of(parameter).group.strategy
+            assert level == (embeddings if is_embedding else rest), name
+
+
+@on_ranks(2)
+def test_ranks_that_mark_other_parameters_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Embedding(3, 4))
+    module[0].weight.is_embedding_or_output_parameter = torch.distributed.get_rank() == 1
+    mesh = Mesh(device_mesh=Meshes().arguments("flat")["device_mesh"], inner="dp_shard")
+    settings = {"mesh": mesh, "strategy": Strategy(embedding_level=2)}
+    message = message_of(ValueError, fully_shard, module, None, **settings)
+    assert "0.weight" in message and "embedding" in message
 
 
 @pytest.mark.exhaustive

@@ -493,8 +493,8 @@ def _norm(
     **named_order: Any,
 ) -> Any:
     """Stand for ``torch.norm``, whose order is called ``p``, and ``vector_norm`` with ``ord``."""
-    for value in named_order.values():
-        order = value
+    if named_order:
+        (order,) = named_order.values()
     if order is None or order == "fro":
         order = 2.0
     is_plain = dim is None and not keepdim and out is None and isinstance(order, int | float)

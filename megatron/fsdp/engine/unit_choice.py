@@ -167,7 +167,7 @@ def kinds_of(
     named: Mapping[str, nn.Parameter],
     *,
     has_expert_mesh: bool,
-    has_embedding_strategy: bool = False,
+    has_embedding_strategy: bool,
 ) -> dict[str, ParameterKind]:
     """Return the kinds of parameters by their names.
 

@@ -326,12 +326,12 @@ def shard_optimizer(optimizer: Optimizer, checkpoint_ready: bool = True) -> Opti
     refuse_optimizer(optimizer)
     _refuse_unsharded(parameters_of(optimizer))
     names = []
-    names_on_all_ranks = []
+    compared_names = []
     for group in optimizer.param_groups:
         names.append(_names(group["params"]))
         everywhere = [parameter for parameter in group["params"] if _is_everywhere(parameter)]
-        names_on_all_ranks.append(_names(everywhere))
-    compared = compared_settings(optimizer, names_on_all_ranks, "the optimizer")
+        compared_names.append(_names(everywhere))
+    compared = compared_settings(optimizer, compared_names, "the optimizer")
     for model in _models_of(optimizer):
         refuse_differences(compared, data_groups(model._mesh))
     on_local = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
+from weakref import ref
 
 import torch
 
@@ -18,16 +19,17 @@ def sums_as_on_a_gpu() -> Iterator[None]:
 
     As on a GPU, what is in host memory already is added or cast there.
     """
-    on_host: set[int] = set()
+    on_host: list[ref[torch.Tensor]] = []
     new, add_on_host = HostMemory.empty, HostMemory.add
 
     def empty(self: HostMemory, numel: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = new(self, numel, dtype)
-        on_host.add(tensor.data_ptr())
+        on_host.append(ref(tensor))
         return tensor
 
     def add(self: HostMemory, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
-        if addend.data_ptr() in on_host:
+        tensors = [reference() for reference in on_host]
+        if any(each is not None and each.data_ptr() == addend.data_ptr() for each in tensors):
             add_on_host(self, total, addend, is_first)
             return
         on_device = None if is_first else total.clone()  # the copy to which a GPU adds

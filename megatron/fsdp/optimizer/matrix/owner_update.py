@@ -28,7 +28,7 @@ from megatron.fsdp.dtensor.loops_in_c import are_same
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.device import Pending
-from megatron.fsdp.engine.policy import ParameterKind
+from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.tensor_parallel import has_uneven_slices, local_tensor
 from megatron.fsdp.optimizer.flat_segments import State
 from megatron.fsdp.optimizer.flat_update import run_step, step_on_parameters
@@ -121,7 +121,7 @@ class OwnerUpdate:
         self._group_of = {}
         self._rounds = []
         self._others = set()
-        found: dict[tuple[ShardedModule, ParameterKind], list[ShardedParam]] = defaultdict(list)
+        found: dict[tuple[ShardedModule, Axes], list[ShardedParam]] = defaultdict(list)
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 self._group_of[parameter] = number
@@ -130,9 +130,9 @@ class OwnerUpdate:
                     continue
                 model = owner_of(parameter)
                 sharded_param = sharded_param_of(parameter)
-                found[model, sharded_param.kind].append(sharded_param)
-        for (model, kind), sharded_params in found.items():
-            ranks = OwnerRanks(model._mesh.axes(kind))
+                found[model, model._mesh.axes(sharded_param.kind)].append(sharded_param)
+        for (_, axes), sharded_params in found.items():
+            ranks = OwnerRanks(axes)
             costs = [self._cost(optimizer, sharded_param) for sharded_param in sharded_params]
             able = [ranks.with_all(sharded_param) for sharded_param in sharded_params]
             for pairs in choose_owners(costs, able, list(ranks.members)):

@@ -63,7 +63,7 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "backends/test_nccl_memory.py::test_a_refusal_on_one_rank_is_an_error_on_all": {
         "fully_shard_model": ("disable_symmetric_registration",),
     },
-    "test_embedding_strategies.py::test_embeddings_of_another_level_train_as_the_unsharded_model": {
+    "test_embedding_strategies.py::test_each_kind_has_its_level": {
         "fully_shard_model": ("embedding_zero_dp_strategy",),
     },
     "test_ignored_params.py::test_training_with_ignored_parameters_matches_the_unsharded_model": {
