@@ -46,7 +46,7 @@ if not torch.cuda.is_available():
 
 from megatron.core.fp8_utils import HAVE_TE  # noqa: E402
 
-from megatron.fsdp.gradient_sync import GradientError  # noqa: E402
+from megatron.fsdp.module.gradient_sync import GradientError  # noqa: E402
 from megatron.mcore_adapter.run import environment  # noqa: E402
 from megatron.mcore_adapter.run.errors import RunError  # noqa: E402
 from megatron.mcore_adapter.watch.watch import Watch  # noqa: E402

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import OffloadPolicy
 
+from megatron.fsdp.config.offload import Offload
+from megatron.fsdp.config.problems import Problems
+from megatron.fsdp.config.settings import Settings
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.fully_shard import Optimizers, shard_both
-from megatron.fsdp.optimizer.host.offload import Offload
+from megatron.fsdp.module.sharded_module import ShardedModule
 from megatron.fsdp.optimizer.sharded_optimizer import shard_optimizer
-from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import Settings
-from megatron.fsdp.sharded_module import ShardedModule
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.translation import (

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.fsdp.config.problems import Problems
+from megatron.fsdp.config.settings import parse_precision
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy
-from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import parse_precision
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.distributed_index import FSDPDistributedIndex
 from megatron_fsdp.not_offered import attributes_of

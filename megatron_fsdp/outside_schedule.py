@@ -8,8 +8,8 @@ from torch import nn
 
 from megatron.fsdp.engine.device import held
 from megatron.fsdp.engine.unit import Unit, UnitCall
-from megatron.fsdp.module_access.unit_access import UnitHandle, units_of
-from megatron.fsdp.sharded_module import ShardedModule
+from megatron.fsdp.module.sharded_module import ShardedModule
+from megatron.fsdp.module.unit_access import UnitHandle, units_of
 
 __all__ = ["OutsideSchedule"]
 

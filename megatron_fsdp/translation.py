@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 
-from megatron.fsdp.backends.memory_slots import Memory
+from megatron.fsdp.config.memory import Memory
+from megatron.fsdp.config.meta_initialisation import MetaInitialisation
+from megatron.fsdp.config.problems import Problems
+from megatron.fsdp.config.settings import Gradients, Settings, Strategy, parse_precision
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap
-from megatron.fsdp.meta_initialisation import MetaInitialisation
-from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import Gradients, Settings, Strategy, parse_precision
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 
 DEFAULT_PRECISION = MixedPrecisionPolicy()

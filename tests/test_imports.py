@@ -11,6 +11,8 @@ import functools
 import re
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from itertools import groupby
 from pathlib import Path
 
 from tests.support.syntax_trees import parse
@@ -28,7 +30,7 @@ STAND_ALONE = {
 }
 """Files of the engine that import nothing of ours but what is named here."""
 
-KNOW_THE_DEVICE = ("engine.device", "backends.memory_slots")
+KNOW_THE_DEVICE = ("engine.device", "backends.slot_memory")
 """Files of megatron/fsdp that name CUDA; the second one registers memory with NCCL."""
 
 INTEGERS_ONLY = ("engine.planner", "engine.layout")
@@ -288,6 +290,13 @@ def test_the_tables_of_the_design_list_files_that_exist_once() -> None:
     assert len(order) == len(set(order)) and set(order) <= fsdp_files().keys()
 
 
+def test_folders_of_fsdp_are_floors() -> None:
+    """No import runs back up: each folder has one table, and files import those above."""
+    folders = [name.split(".")[0] if "." in name else "" for name in fsdp_order()]
+    floors = [folder for folder, _ in groupby(folders)]
+    assert len(floors) == len(set(floors)), floors
+
+
 def test_files_of_fsdp_import_only_files_above_them() -> None:
     problems = []
     for name, path in fsdp_files().items():
@@ -321,12 +330,14 @@ def test_files_of_arguments_import_only_files_above_them() -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_rooms_of_pretrain_do_not_import_each_other() -> None:
+def test_rooms_of_pretrain_are_floors() -> None:
     pairs = room_imports()
-    both = [
-        line for (room, other), line in pairs.items() if room != other and (other, room) in pairs
-    ]
-    assert ("arguments", "data") in pairs and not both, "\n".join(both)
+    floors: TopologicalSorter[str] = TopologicalSorter()
+    for room, other in pairs:
+        if room != other:
+            floors.add(room, other)
+    assert ("arguments", "data") in pairs
+    floors.prepare()  # raises CycleError if rooms import each other
 
 
 def test_megatron_stays_a_namespace() -> None:
@@ -362,10 +373,18 @@ WRONG_LINES = {
         ("dtensor.operations", "from megatron.fsdp import model", "not above dtensor.operations"),
         ("engine.layout", "from megatron.fsdp.engine.policy import x", "not above engine.layout"),
         ("engine.layout", "import torch", "integers only"),
-        ("sharded_module", "import torch\ntorch.cuda.synchronize()", "only device.py"),
-        ("sharded_module", "from torch import cuda", "only device.py"),
-        ("sharded_module", "import torch.distributed as d\nd.barrier()", "only collectives.py"),
-        ("sharded_module", "from torch.distributed import all_reduce as r", "only collectives.py"),
+        ("fully_shard", "import torch\ntorch.cuda.synchronize()", "only device.py"),
+        ("fully_shard", "from torch import cuda", "only device.py"),
+        (
+            "fully_shard",
+            "import torch.distributed as d\nd.barrier()",
+            "only collectives.py",
+        ),
+        (
+            "fully_shard",
+            "from torch.distributed import all_reduce as r",
+            "only collectives.py",
+        ),
         ("novelty", "", "in no table of DESIGN.md"),
     ],
     checkpoint_problems: [

@@ -30,7 +30,12 @@ class LibraryPart:
     tests: str
 
 
-FRONT = ("megatron/fsdp/*.py", "megatron/fsdp/module_access", "megatron/fsdp/backends")
+FRONT = (
+    "megatron/fsdp/*.py",
+    "megatron/fsdp/config",
+    "megatron/fsdp/module",
+    "megatron/fsdp/backends",
+)
 PARTS = {
     "engine": LibraryPart(
         ("megatron/fsdp/engine",), "tests/fsdp/engine tests/fsdp/test_gradients.py tests/fsdp"

@@ -239,7 +239,7 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "norms: copies are counted",
-        "megatron/fsdp/dtensor/sharded_param.py",
+        "megatron/fsdp/dtensor/sharded_gradient.py",
         "            result[rows].div_(norm_group.copies)\n",
         "            pass\n",
         "tests/fsdp/test_clipping.py",
@@ -274,21 +274,21 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "gradient sync: ranks do not agree on which parameters are used",
-        "megatron/fsdp/gradient_sync.py",
+        "megatron/fsdp/module/gradient_sync.py",
         "        all_reduce_over(table, groups, dist.ReduceOp.MAX)\n",
         "",
         "tests/fsdp/test_public_clients.py",
     ),
     BrokenLine(
         "hooks: a sharded parameter that is assigned is stored",
-        "megatron/fsdp/module_access/shown_parameters.py",
+        "megatron/fsdp/module/shown_parameters.py",
         "self._compute.get(value, value)",
         "value",
         "tests/fsdp/test_public_clients.py",
     ),
     BrokenLine(
         "module loading: loaded weights are not installed",
-        "megatron/fsdp/module_access/model_state.py",
+        "megatron/fsdp/module/model_state.py",
         "            group.install_main_weights()\n",
         "            pass\n",
         "tests/fsdp/engine/test_param_group.py",

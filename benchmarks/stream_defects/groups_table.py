@@ -6,7 +6,7 @@ from __future__ import annotations
 from benchmarks.stream_defects.edits import defect
 from tools.cuda_model.reports import DEADLOCK, NCCL_RULE, ORDER, POOL
 
-POOLS = "backends.memory_slots:NcclMemory."
+POOLS = "backends.slot_memory:NcclMemory."
 OWNERS = "optimizer.matrix."
 LAUNCHES_MESSAGES = (
     "with _coalescing_manager(self._group, tensors[0].device, async_ops=True) as coalesced:"

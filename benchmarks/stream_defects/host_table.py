@@ -50,7 +50,7 @@ HOST_DEFECTS = [
     defect(
         "the host waits for no copy at all",
         "offloaded level3",
-        {"optimizer.host.host_memory:HostMemory.wait": [("self.streams.wait_on_host()", "pass")]},
+        {"backends.host_memory:HostMemory.wait": [("self.streams.wait_on_host()", "pass")]},
         HOST_READ,
         HOST_WRITE,
     ),

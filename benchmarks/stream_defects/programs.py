@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.stream_defects.changed_function import changed_function, lines_noted
 from benchmarks.stream_defects.grammar import DrawnDefect
-from megatron.fsdp.sharded_module import ShardedModule
+from megatron.fsdp.module.sharded_module import ShardedModule
 from tests.support.cuda_model.graph_runs import trained
 from tests.support.cuda_model.machine import cuda_model
 from tests.support.cuda_model.roots_in_place import train_roots

@@ -410,7 +410,11 @@ DEFECTS = [
     defect(
         "ranks register windows of other sizes",
         "registered level3",
-        {SLOTS + "allocate_slots": [("empty(size,", "empty(size + 8 * dist.get_rank(),")]},
+        {
+            "backends.slot_memory:allocate_slots": [
+                ("empty(size,", "empty(size + 8 * dist.get_rank(),")
+            ]
+        },
         ORDER,
     ),
     defect(
@@ -428,7 +432,7 @@ DEFECTS = [
     defect(
         "groups are destroyed with slots registered",
         "registered by hand level3",
-        {SLOTS + "deregister_all": [("_deregister(memory._registered)", "pass")]},
+        {"backends.slot_memory:deregister_all": [("_deregister(memory._registered)", "pass")]},
         POOL,
     ),
     *HOST_DEFECTS,

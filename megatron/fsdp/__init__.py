@@ -4,17 +4,17 @@
 The published interface, with its keywords, is the package ``megatron_fsdp``.
 """
 
-from megatron.fsdp.backends.memory_slots import Memory
-from megatron.fsdp.dtensor.sharded_param import clip_grad_norm_
+from megatron.fsdp.config.memory import Memory
+from megatron.fsdp.config.meta_initialisation import MetaInitialisation
+from megatron.fsdp.config.offload import Offload
+from megatron.fsdp.config.settings import Gradients, Settings, Strategy
+from megatron.fsdp.dtensor.sharded_gradient import clip_grad_norm_
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap, ShardingStrategy
 from megatron.fsdp.fully_shard import fully_shard
-from megatron.fsdp.gradient_sync import GradientError
-from megatron.fsdp.meta_initialisation import MetaInitialisation
-from megatron.fsdp.optimizer.host.offload import Offload
+from megatron.fsdp.module.gradient_sync import GradientError
+from megatron.fsdp.module.sharded_module import ShardedModule
 from megatron.fsdp.optimizer.sharded_optimizer import shard_optimizer
-from megatron.fsdp.settings import Gradients, Settings, Strategy
-from megatron.fsdp.sharded_module import ShardedModule
 
 __version__ = "0.7.0"
 

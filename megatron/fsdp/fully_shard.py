@@ -10,21 +10,21 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 
-from megatron.fsdp.backends.memory_slots import Memory
 from megatron.fsdp.backends.rendezvous import default_mesh
+from megatron.fsdp.config.memory import Memory
+from megatron.fsdp.config.meta_initialisation import MetaInitialisation
+from megatron.fsdp.config.problems import Problems
+from megatron.fsdp.config.settings import Gradients, Settings, Strategy, Units, parse_precision
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap
-from megatron.fsdp.meta_initialisation import MetaInitialisation
+from megatron.fsdp.module.sharded_module import ShardedModule
+from megatron.fsdp.optimizer.quantized_state import with_fitting_boundaries
 from megatron.fsdp.optimizer.sharded_optimizer import (
     check_optimizer,
     list_of_optimizers,
     shard_optimizer,
     swap_parameters,
 )
-from megatron.fsdp.problems import Problems
-from megatron.fsdp.quantized.quantized_state import with_fitting_boundaries
-from megatron.fsdp.settings import Gradients, Settings, Strategy, Units, parse_precision
-from megatron.fsdp.sharded_module import ShardedModule
 
 Wrapper = TypeVar("Wrapper", bound=ShardedModule)
 Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])

@@ -10,26 +10,26 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import nn
 
-from megatron.fsdp.agreement import data_groups
 from megatron.fsdp.backends.memory_slots import EngineSlots
-from megatron.fsdp.builder import ShardedParams, shard_parameters
+from megatron.fsdp.config.meta_initialisation import Initialiser
+from megatron.fsdp.config.problems import Problems
+from megatron.fsdp.config.settings import Settings
 from megatron.fsdp.dtensor.process_link import ProcessLink
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.device import Streams, in_backward, streams_for
 from megatron.fsdp.engine.mesh import NormGroup
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.meta_initialisation import Initialiser
-from megatron.fsdp.module_access.model_state import (
+from megatron.fsdp.module.agreement import data_groups
+from megatron.fsdp.module.builder import ShardedParams, shard_parameters
+from megatron.fsdp.module.model_state import (
     load_model_state,
     remove_hooks,
     show_main_weights,
 )
-from megatron.fsdp.module_access.own_names import own_name
-from megatron.fsdp.module_access.shown_parameters import WatchedParameters
-from megatron.fsdp.module_access.wrapped_module import refuse_ddp
-from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import Settings
-from megatron.fsdp.sharded_module import ShardedModule
+from megatron.fsdp.module.own_names import own_name
+from megatron.fsdp.module.sharded_module import ShardedModule
+from megatron.fsdp.module.shown_parameters import WatchedParameters
+from megatron.fsdp.module.wrapped_module import refuse_ddp
 
 MODEL = "_fsdp_model_in_place"
 """Attribute of modules that were sharded, and of compute parameters: the model that has them."""

@@ -11,8 +11,8 @@ import torch
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.engine.buffer import shard_view
-from megatron.fsdp.module_access.own_names import own_name
-from megatron.fsdp.sharded_module import ShardedModule
+from megatron.fsdp.module.own_names import own_name
+from megatron.fsdp.module.sharded_module import ShardedModule
 
 
 class WeightAverage:

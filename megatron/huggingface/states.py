@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp import ShardedModule
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.collectives import agree
-from megatron.fsdp.module_access.own_names import own_name
+from megatron.fsdp.module.own_names import own_name
 
 SHARDS_FOLDER = "sharded_state"
 """Folder inside a checkpoint of the Trainer or of `save_state`."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.engine.collectives import local_group
-from megatron.fsdp.engine.unit_choice import belongs_to_expert
+from megatron.fsdp.module.unit_choice import belongs_to_expert
 from megatron.mcore_adapter.releases.process_groups import all_gather_group
 from megatron_fsdp import FSDPDistributedIndex
 

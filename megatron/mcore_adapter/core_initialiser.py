@@ -31,7 +31,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megatron.fsdp.meta_initialisation import Initialiser
+from megatron.fsdp.config.meta_initialisation import Initialiser
 
 InitMethod = Callable[[torch.Tensor], object]
 

@@ -27,9 +27,9 @@ from torch.optim.optimizer import (
 )
 
 from megatron.fsdp.dtensor.sharded_param import sharded_param_of
+from megatron.fsdp.module.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.fsdp.optimizer.matrix.owner_update import OwnerUpdate
 from megatron.fsdp.optimizer.optimizer_state import initial_state
-from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 from megatron.mcore_adapter.fused_gradients import set_attributes
 from megatron.mcore_adapter.precision_aware import check_precision, prepare_precision_aware
 

@@ -24,7 +24,7 @@ from torch import nn
 from megatron.fsdp import Offload, Strategy
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.policy import ParameterKind
-from megatron.fsdp.module_access.shown_parameters import PASSED_ON
+from megatron.fsdp.module.shown_parameters import PASSED_ON
 from megatron.mcore_adapter.axes import complete, expert_tensor_group, instance_group, mesh_axes
 from megatron.mcore_adapter.captured_iterations import call_with_new_weights, captures_iterations
 from megatron.mcore_adapter.core_engine import CoreEngine

@@ -16,9 +16,9 @@ from functools import partial
 import torch
 
 from megatron.fsdp import ShardedModule
+from megatron.fsdp.backends.host_memory import TO_DEVICE, TO_HOST
 from megatron.fsdp.engine.buffer import RunningSum
 from megatron.fsdp.engine.device import Pending
-from megatron.fsdp.optimizer.host.host_memory import TO_DEVICE, TO_HOST
 from megatron.planning.machine import Cluster
 from megatron.planning.simulation import Simulator
 

@@ -12,8 +12,7 @@ from operator import add
 
 from torch import nn
 
-from megatron.fsdp.builder import GroupKey, names_of_groups
-from megatron.fsdp.engine import unit_choice
+from megatron.fsdp.config.settings import Strategy, resolve_unit_modules
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
 from megatron.fsdp.engine.policy import (
     MixedPrecisionPolicy,
@@ -22,8 +21,9 @@ from megatron.fsdp.engine.policy import (
     ShardingStrategy,
 )
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.engine.unit_choice import belongs_to_expert, kinds_of
-from megatron.fsdp.settings import Strategy, resolve_unit_modules
+from megatron.fsdp.module import unit_choice
+from megatron.fsdp.module.builder import GroupKey, names_of_groups
+from megatron.fsdp.module.unit_choice import belongs_to_expert, kinds_of
 
 
 @dataclass(frozen=True)

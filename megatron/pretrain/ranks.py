@@ -21,8 +21,8 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.url_staging import with_urls
-from megatron.fsdp.backends import memory_slots, rendezvous
-from megatron.fsdp.problems import refuse_differences
+from megatron.fsdp.backends import rendezvous, slot_memory
+from megatron.fsdp.config.problems import refuse_differences
 from megatron.fsdp.trace import failed_collectives
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.captured_iterations import captures_iterations, release_graphs
@@ -135,7 +135,7 @@ def stop() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.barrier()
-        memory_slots.deregister_all()
+        slot_memory.deregister_all()
         release_graphs()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

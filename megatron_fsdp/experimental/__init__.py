@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 
+from megatron.fsdp.config.meta_initialisation import MetaInitialisation
+from megatron.fsdp.config.problems import Problems
+from megatron.fsdp.config.settings import Gradients, Settings, Strategy, parse_precision
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy
 from megatron.fsdp.in_place import MODEL, Context, InPlaceModel, model_of, models_inside
-from megatron.fsdp.meta_initialisation import MetaInitialisation
 from megatron.fsdp.optimizer.sharded_optimizer import ShardedOptimizer, shard_optimizer
-from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import Gradients, Settings, Strategy, parse_precision
 from megatron_fsdp.experimental.dbuffer import DBuffer
 from megatron_fsdp.experimental.placements import Placements, sharded_axes
 from megatron_fsdp.translation import published_names

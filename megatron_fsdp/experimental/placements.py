@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from megatron.fsdp.config.settings import Strategy
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh, axis_names
-from megatron.fsdp.settings import Strategy
 
 # Placements of parameter, gradient and optimizer on one axis, by ZeRO level.
 LEVELS: list[tuple[Placement, ...]] = [

@@ -51,7 +51,7 @@ def test_every_kind_of_statement_is_among_the_places() -> None:
     assert {
         "megatron/fsdp/engine/device.py",
         "megatron/fsdp/backends/memory_slots.py",
-        "megatron/fsdp/optimizer/host/block_update.py",
+        "megatron/fsdp/optimizer/block_update.py",
         "megatron/mcore_adapter/checkpoints/staging.py",
     } <= files
     assert not any(path.startswith("megatron/planning/") for path in files)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp.optimizer.host.host_memory import TO_DEVICE, TO_HOST
+from megatron.fsdp.backends.host_memory import TO_DEVICE, TO_HOST
 from megatron.fsdp.weight_average import WeightAverage
 from megatron_fsdp import fully_shard
 from tests.support.cuda_model.machine import cuda_model

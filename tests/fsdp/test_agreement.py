@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp.agreement import FreezingAgreement
+from megatron.fsdp.module.agreement import FreezingAgreement
 from megatron_fsdp import fully_shard_model
 from tests.fsdp.test_collectives_of_axes import ExpertBlock
 from tests.support.fsdp.meshes import shard_mesh

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp import Mesh, MetaInitialisation, Strategy, builder
+from megatron.fsdp import Mesh, MetaInitialisation, Strategy
 from megatron.fsdp import fully_shard as fully_shard_typed
+from megatron.fsdp.module import builder
 from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.meshes import Meshes, mesh_of
 from tests.support.fsdp.models import WIDTH

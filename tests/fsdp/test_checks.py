@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron.fsdp.backends.memory_slots import problems_of_nccl
+from megatron.fsdp.config.memory import problems_of_nccl
 from megatron_fsdp import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,

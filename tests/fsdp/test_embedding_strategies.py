@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.fsdp import Mesh, Strategy, fully_shard, trace
 from megatron.fsdp.dtensor.sharded_param import sharded_param_of
-from megatron.fsdp.engine.unit_choice import embedding_parameters
+from megatron.fsdp.module.unit_choice import embedding_parameters
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH

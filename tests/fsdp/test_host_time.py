@@ -166,7 +166,7 @@ def test_no_loop_of_a_step_goes_over_all_parameters(ranks: Ranks, world_size: in
     few, many = ranks(world_size, count_lines, 2)[0], ranks(world_size, count_lines, 8)[0]
     assert few == many
     own = {"gradients.py", "gradient_sync.py", "flat_update.py"}
-    assert own | {"sharded_param.py", "sharded_optimizer.py", "sharded_module.py"} <= set(few)
+    assert own | {"sharded_gradient.py", "sharded_optimizer.py", "sharded_module.py"} <= set(few)
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp.gradient_sync import GradientError
+from megatron.fsdp.module.gradient_sync import GradientError
 from megatron_fsdp import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,

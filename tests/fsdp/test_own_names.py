@@ -18,7 +18,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
-from megatron.fsdp.module_access.own_names import own_name
+from megatron.fsdp.module.own_names import own_name
 from megatron.fsdp.weight_average import WeightAverage
 from megatron_fsdp import fully_shard
 from tests.support.fsdp.meshes import shard_mesh

@@ -20,7 +20,7 @@ from megatron.fsdp import (
     Strategy,
     fully_shard,
 )
-from megatron.fsdp.settings import Settings
+from megatron.fsdp.config.settings import Settings
 from megatron_fsdp import fully_shard as published_fully_shard
 from megatron_fsdp.translation import KEYWORDS
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp import builder
+from megatron.fsdp.module import builder
 from tests.fsdp.test_double_buffer import NUM_LAYERS, SLOTS, sharded_chain, train, weights_of
 from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.wrong_calls import message_of

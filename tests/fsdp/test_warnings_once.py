@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp import warnings_once
+from megatron.fsdp.config import warnings_once
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp.models import ResidualBlock, build_stack
 from tests.support.fsdp.reference import Ranks, on_ranks, shard_with_sgd

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megatron.fsdp.optimizer.host.host_memory import HostMemory
+from megatron.fsdp.backends.host_memory import HostMemory
 from megatron.fsdp.weight_average import WeightAverage
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp import models

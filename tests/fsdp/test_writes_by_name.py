@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
-from megatron.fsdp.module_access import unit_access
+from megatron.fsdp.module import unit_access
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp import models, side_by_side
 from tests.support.fsdp.meshes import Meshes

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import profile
 
-from megatron.fsdp.optimizer.host.host_memory import HostMemory
+from megatron.fsdp.backends.host_memory import HostMemory
 from megatron.fsdp.weight_average import WeightAverage
 from megatron.mcore_adapter.checkpoints.staging import StagingBuffer
 from megatron_fsdp import clip_grad_norm_, fully_shard

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.fsdp import trace
-from megatron.fsdp.optimizer.host.host_memory import HostMemory
+from megatron.fsdp.backends.host_memory import HostMemory
 from megatron.fsdp.trace.recorder import STORAGE, TraceEntry
 from megatron.planning.host_copies import follow_copies
 from megatron.planning.machine import MACHINES

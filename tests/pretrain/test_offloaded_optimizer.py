@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fsdp.optimizer.host.host_memory import HostMemory
+from megatron.fsdp.backends.host_memory import HostMemory
 from tests.support.fsdp.reference import Ranks
 from tests.support.pretrain.arguments.command_lines import MOCK, parse, problems
 from tests.support.pretrain.parity import LLAMA, MOE, OPTIM_OUTSIDE, Combination

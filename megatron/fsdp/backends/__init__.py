@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends that plug into the engine: memory slots, NCCL memory, and messages over gloo."""
+"""Backends that plug into the engine: memory slots, host memory, and messages over gloo."""

@@ -4,22 +4,17 @@
 from __future__ import annotations
 
 import logging
-import os
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy
 
+from megatron.fsdp.backends.slot_memory import NcclMemory, first_line
+from megatron.fsdp.config.memory import Memory
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import FlatBuffer, Storage
-from megatron.fsdp.engine.collectives import agree, connect
-from megatron.fsdp.engine.policy import problems_of_flags, raise_problems
-from megatron.fsdp.optimizer.host.offload import Offload
+from megatron.fsdp.engine.collectives import agree
 
 _logger = logging.getLogger(__name__)
 
@@ -36,90 +31,6 @@ _logger = logging.getLogger(__name__)
 # A buffer that is used for the first time in a later step has storage of its own until its end.
 
 AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]  # bytes to ``uint8`` tensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """The memory of buffers.
-
-    Args:
-        device: device that the module is moved to; None: the mesh's. Ignored with meta
-            initialisation.
-        uses_slots: gather weights and collect gradients in a fixed set of memory slots. The first
-            step finds out which buffers are in use at the same time. ``equal_sizes``,
-            ``holds_addresses`` and ``registers`` imply it.
-        equal_sizes: give every slot the size of the largest buffer.
-        allows_own_storage: train without the memory of slots if it cannot be allocated; not with
-            windows, which all ranks register together.
-        holds_addresses: it is an error if a buffer must leave its slot, as CUDA graphs need, or if
-            memory runs out, also with ``allows_own_storage``.
-        registers: register the slots with NCCL.
-        registers_locally: register them locally, not as symmetric windows.
-        registers_manually: ``manual_buffer_registration()`` of the wrapper assigns and registers
-            the slots, not the end of the first step.
-        keeps_copies: make transposed copies of quantized weights in forward, for the backward.
-        offload: "host" or a folder, in which main weights, reduced gradients and optimizer state
-            lie; or :class:`Offload`, or ``CPUOffloadPolicy`` of FSDP2. None: on the device.
-    """
-
-    device: torch.device | str | None = None
-    uses_slots: bool = False
-    equal_sizes: bool = False
-    allows_own_storage: bool = False
-    holds_addresses: bool = False
-    registers: bool = False
-    registers_locally: bool = False
-    registers_manually: bool = False
-    keeps_copies: bool = False
-    offload: Offload | CPUOffloadPolicy | str | os.PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        problems = problems_of_flags(self)
-        device = None
-        try:
-            if self.device is not None:
-                device = torch.device(self.device)
-        except (RuntimeError, TypeError):
-            problems.append(
-                f"Memory.device expects a torch.device, its name or None but got {self.device!r}"
-            )
-        if device is not None and device.type == "meta":
-            problems.append("Memory.device is meta: pass Settings.initialisation for modules there")
-        if self.registers_manually and not self.registers:
-            problems.append("Memory.registers_manually needs Memory.registers")
-        try:
-            object.__setattr__(self, "offload", Offload.parse(self.offload))
-        except ValueError as error:
-            problems.append(f"Memory.offload: {error}")
-        if self.offload is not None and self.holds_addresses:
-            problems.append("Memory.holds_addresses is for graphs, which cannot wait for offload")
-        if self.registers:
-            problems += problems_of_nccl(device)
-        raise_problems(problems)
-        object.__setattr__(self, "device", device)
-        if self.equal_sizes or self.holds_addresses or self.registers:
-            object.__setattr__(self, "uses_slots", True)
-
-
-def problems_of_nccl(device: torch.device | None) -> list[str]:
-    """Return the reasons why memory cannot be registered with NCCL."""
-    # A build of torch for GPUs has an accelerator wherever it runs.
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = (device or accelerator or torch.device("cpu")).type
-    if kind != "cuda":
-        return [
-            f"Memory.registers registers memory with NCCL, which does not run on {kind}: use"
-            " Memory.uses_slots alone"
-        ]
-    problems = []
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        settings = os.environ.get(name, "").lower().replace(" ", "")
-        if "expandable_segments:true" in settings:
-            problems.append(
-                "Memory.registers needs memory whose segments do not grow: remove"
-                f" expandable_segments from {name}"
-            )
-    return problems
 
 
 @dataclass(eq=False)
@@ -291,7 +202,7 @@ class MemorySlots(Storage):
         try:
             memory = self._allocate([slot.num_bytes for slot in slots])
         except RuntimeError as error:  # torch raises it on CPU, and a subclass of it on CUDA
-            reason = _first_line(error)
+            reason = first_line(error)
             sizes = self._sizes_as_text()
             problem = f"the memory slots of {self._contents} cannot be allocated: {sizes}"
             remedy = f"{problem} ({reason}). Shard over more ranks or into smaller units"
@@ -314,109 +225,6 @@ class MemorySlots(Storage):
     def _sizes_as_text(self) -> str:
         sizes = ", ".join(f"{size:,}" for size in self.sizes)
         return f"{len(self._slots)} of {sizes} bytes, {sum(self.sizes):,} in all"
-
-
-def allocate_slots(device: torch.device, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return ``uint8`` tensors of these numbers of bytes.
-
-    Raises:
-        RuntimeError: if memory runs out.
-    """
-    return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-
-
-class NcclMemory:
-    """Allocates memory in pools, and registers these with the communicators of process groups.
-
-    NCCL's collectives read and write registered memory without a copy.
-
-    Args:
-        groups: the process groups that gather and reduce in this memory.
-        device: that of the memory.
-        is_symmetric: register symmetric windows, for which ranks must allocate the same sizes in
-            one order.
-    """
-
-    def __init__(
-        self, groups: Sequence[dist.ProcessGroup], device: torch.device, is_symmetric: bool
-    ):
-        # Not yet run on a GPU. Source: "User Buffer Registration" in NVIDIA's NCCL user guide.
-        self.groups = list(dict.fromkeys(groups))
-        # Any: CPU builds of torch lack the class of the NCCL backend.
-        self._backends: list[Any] = [group._get_backend(device) for group in self.groups]
-        self._device = device
-        self._is_symmetric = is_symmetric
-        self._pools: list[torch.cuda.MemPool] = []  # that are not registered yet
-        self._registered: list[tuple[Any, torch.cuda.MemPool]] = []
-        weakref.finalize(self, _deregister, self._registered)
-        _registering.add(self)
-
-    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return ``uint8`` tensors of these numbers of bytes, in a pool of NCCL's allocator."""
-        if not sizes:
-            return []
-        # While a pool is in use, torch's allocator does not free cached memory to make room, as if
-        # a graph were captured. After a step that is the memory that all buffers have used.
-        torch.cuda.empty_cache()
-        pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
-        with torch.cuda.use_mem_pool(pool):
-            memory = allocate_slots(self._device, sizes)
-        self._pools.append(pool)
-        return memory
-
-    def register(self) -> list[str]:
-        """Register the new pools; return error messages if NCCL refuses. A collective."""
-        connect(self.groups, self._device)
-        pools = self._pools
-        self._pools = []
-        try:
-            for pool in pools:
-                for backend in self._backends:
-                    self._register(backend, pool)
-        except RuntimeError as error:
-            reason = _first_line(error)
-            return [f"NCCL cannot register the memory slots ({reason}): train without nccl_ub"]
-        return []
-
-    def _register(self, backend: Any, pool: torch.cuda.MemPool) -> None:
-        if self._is_symmetric:
-            try:
-                backend.register_mem_pool(pool, symm=True)
-            except RuntimeError as error:  # without NVLink
-                self._is_symmetric = False
-                _deregister([(backend, pool)])  # torch has recorded the attempt
-                if dist.get_rank() == 0:
-                    reason = _first_line(error)
-                    _logger.warning("no windows, so slots are registered locally: %s", reason)
-        if not self._is_symmetric:
-            backend.register_mem_pool(pool)
-        self._registered.append((backend, pool))
-
-    def withdraw(self) -> None:
-        """Give up the new pools, and all registrations: the error ends the training."""
-        _deregister(self._registered)
-        self._pools.clear()
-
-
-_registering: weakref.WeakSet[NcclMemory] = weakref.WeakSet()
-
-
-def deregister_all() -> None:
-    """Deregister all memory of models that are alive, before their process groups are destroyed."""
-    for memory in _registering:
-        _deregister(memory._registered)
-
-
-def _deregister(registered: list[tuple[Any, torch.cuda.MemPool]]) -> None:
-    while registered:
-        backend, pool = registered.pop()
-        if dist.is_initialized():
-            with suppress(RuntimeError):  # it was destroyed before, and its registrations with it
-                backend.deregister_mem_pool(pool)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 class EngineSlots:

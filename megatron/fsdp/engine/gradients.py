@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import compress, count, repeat
-from operator import is_not
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Generator, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +21,12 @@ from megatron.fsdp.engine.buffer import (
 )
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.layout import Layout, Partition
+from megatron.fsdp.engine.loops_in_c import (
+    attributes,
+    indices_of_present,
+    select,
+    set_all,
+)
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.states import GradientState, StateOwner
 from megatron.fsdp.engine.tensor_parallel import local_grad
@@ -55,8 +58,6 @@ from megatron.fsdp.engine.tensor_parallel import local_grad
 # Buffers at fixed addresses share no memory with gradient shards, which have none.
 
 _OVER = object()  # the result of `next` for a reduction that has ended
-
-Item = TypeVar("Item")
 
 
 class FlatGradient(NamedTuple):
@@ -184,7 +185,7 @@ class GroupGradients(StateOwner[GradientState]):
         """
         if self._has_whole:
             self.wait_for_reduce()  # it reduces the tensor of the local gradients
-        grads = read_all(self._parameters, "grad")
+        grads = attributes(self._parameters, "grad")
         arrived = indices_of_present(grads)
         self.users.update(arrived)
         # Where memory is assigned ahead, all ranks must allocate buffers at the same times. So a
@@ -521,56 +522,7 @@ class GroupGradients(StateOwner[GradientState]):
         self.comm_dtype = dtype or self._grad_sum.dtype
 
 
-# ---- loops over the parameters of a group
-#
-# Every microbatch runs them several times. They are left to `map`, so that a step runs no line of
-# Python for each parameter, which tests/fsdp/test_host_time.py counts. All five together take the
-# host 3.7, 5.9 and 14.5 us for groups of 2, 8 and 32 parameters on a 2.8 GHz Xeon, Python
-# 3.11; the same loops as statements 1.5, 4.3 and 15.3 us.
-
-
-def read_all(owners: Iterable[object], attribute: str) -> list[Any]:
-    """Return an attribute of every owner; None for one that lacks it."""
-    return list(map(getattr, owners, repeat(attribute), repeat(None)))
-
-
-def set_all(owners: Iterable[object], attribute: str, value: object) -> None:
-    """Set an attribute of every owner to the same value.
-
-    Args:
-        owners: parameters or other objects.
-        attribute: name of the attribute.
-        value: the value.
-    """
-    set_each(owners, attribute, repeat(value))
-
-
-def set_each(
-    owners: Iterable[object],
-    attribute: str,
-    values: Iterable[object],
-) -> None:
-    """Set an attribute of every owner to a value of its own.
-
-    Args:
-        owners: parameters or other objects.
-        attribute: name of the attribute.
-        values: a value for every owner, in the same order.
-    """
-    deque(map(setattr, owners, repeat(attribute), values), maxlen=0)
-
-
-def indices_of_present(values: Iterable[object]) -> list[int]:
-    """Return the indices of the values that are not None."""
-    return list(compress(count(), map(is_not, values, repeat(None))))
-
-
-def select(items: Sequence[Item], indices: Iterable[int]) -> list[Item]:
-    """Return the items at some indices."""
-    return list(map(items.__getitem__, indices))
-
-
 def are_plain(grads: Sequence[torch.Tensor]) -> bool:
     """Return True if gradients are dense tensors of torch, and no DTensors."""
     classes = set(map(type, grads))
-    return classes == {torch.Tensor} and not any(read_all(grads, "is_sparse"))
+    return classes == {torch.Tensor} and not any(attributes(grads, "is_sparse"))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatron.fsdp.engine.gradients import read_all, set_all
+from megatron.fsdp.engine.loops_in_c import attributes, set_all
 
 NOT_GATHERED = (
     "unit {unit!r}: {name} is read while its weights are not gathered. Either code reads it past"
@@ -141,7 +141,7 @@ class WeightGuard:
     @property
     def versions(self) -> tuple[int, ...]:
         """The version counters of the parameters as autograd knows them."""
-        return self._saved or tuple(read_all(self._parameters, "_version"))
+        return self._saved or tuple(attributes(self._parameters, "_version"))
 
     def close(self) -> None:
         """Refuse reads of the parameters."""

@@ -28,16 +28,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from megatron.fsdp.dtensor.loops_in_c import are_same, attributes, concatenated
-from megatron.fsdp.dtensor.sharded_param import (
-    ShardedGradient,
-    ShardedParam,
-    is_linked,
-    sharded_param_of,
-)
+from megatron.fsdp.dtensor.sharded_gradient import ShardedGradient
+from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
+from megatron.fsdp.engine.loops_in_c import are_same, attributes, concatenated
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.optimizer.host.host_state import flat_moment, is_expanded
+from megatron.fsdp.optimizer.host_state import flat_moment, is_expanded
 from megatron.fsdp.optimizer.optimizer_state import Setting, Slots, parameters_of
 
 # Elements; a multiple of what one vector instruction computes, in any dtype.

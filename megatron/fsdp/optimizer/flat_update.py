@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
-from megatron.fsdp.dtensor.loops_in_c import WeakReferences, concatenated, present
 from megatron.fsdp.dtensor.sharded_param import is_linked
+from megatron.fsdp.engine.loops_in_c import WeakReferences, concatenated, present
+from megatron.fsdp.optimizer.block_update import update_segments
 from megatron.fsdp.optimizer.flat_segments import Segment, Segments, State
-from megatron.fsdp.optimizer.host.block_update import update_segments
 from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, Params
 
 # Segments to update, and other parameters to update one by one, of each param group.

@@ -22,12 +22,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from megatron.fsdp.dtensor.loops_in_c import concatenated
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron.fsdp.engine.collectives import agree
-from megatron.fsdp.module_access.own_names import own_name
-from megatron.fsdp.optimizer.host.host_state import moved, new_moment
+from megatron.fsdp.engine.loops_in_c import concatenated
+from megatron.fsdp.module.own_names import own_name
+from megatron.fsdp.optimizer.host_state import moved, new_moment
 
 OptimizerClass = type[Optimizer]
 

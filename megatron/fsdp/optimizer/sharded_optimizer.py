@@ -16,13 +16,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megatron.fsdp.agreement import compared_settings, data_groups, names_on_all_ranks
-from megatron.fsdp.dtensor.loops_in_c import concatenated
+from megatron.fsdp.config.problems import Problems, refuse_differences
+from megatron.fsdp.config.settings import Settings
+from megatron.fsdp.config.warnings_once import warn, warn_of_absent_state, warn_of_frozen_parameters
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import gathered_bytes
-from megatron.fsdp.gradient_sync import clear_gradient_shard
+from megatron.fsdp.engine.loops_in_c import concatenated
+from megatron.fsdp.module.agreement import compared_settings, data_groups, names_on_all_ranks
+from megatron.fsdp.module.gradient_sync import clear_gradient_shard
+from megatron.fsdp.module.sharded_module import ShardedModule, is_owned, owner_of
+from megatron.fsdp.optimizer.block_update import refuse_state_in_files
 from megatron.fsdp.optimizer.flat_update import FlatUpdate
-from megatron.fsdp.optimizer.host.block_update import refuse_state_in_files
 from megatron.fsdp.optimizer.matrix.owner_update import OwnerUpdate, owner_update
 from megatron.fsdp.optimizer.matrix.owners import refuse_vectors
 from megatron.fsdp.optimizer.optimizer_state import (
@@ -39,11 +43,7 @@ from megatron.fsdp.optimizer.optimizer_state import (
     refuse_local_state,
     shard_slots,
 )
-from megatron.fsdp.problems import Problems, refuse_differences
-from megatron.fsdp.quantized.quantized_state import LocalUpdate, quantizes_state
-from megatron.fsdp.settings import Settings
-from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
-from megatron.fsdp.warnings_once import warn, warn_of_absent_state, warn_of_frozen_parameters
+from megatron.fsdp.optimizer.quantized_state import LocalUpdate, quantizes_state
 
 
 class ShardedOptimizer(Optimizer):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.backends import rendezvous
-from megatron.fsdp.gradient_sync import GradientError
+from megatron.fsdp.module.gradient_sync import GradientError
 from megatron.fsdp.trace import failed_collectives
 from megatron.mcore_adapter.megatron_lm.loaded_names import Arguments, Function, with_original
 from megatron.mcore_adapter.run.environment import complain

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fsdp.backends.memory_slots import Memory, MemorySlots
+from megatron.fsdp.backends.memory_slots import MemorySlots
+from megatron.fsdp.config.memory import Memory
 
 
 class PlainBuffer:

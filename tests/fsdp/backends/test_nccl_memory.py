@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.backends import memory_slots
-from megatron.fsdp.backends.memory_slots import Memory, NcclMemory, problems_of_nccl
+from megatron.fsdp.backends import memory_slots, slot_memory
+from megatron.fsdp.backends.slot_memory import NcclMemory
+from megatron.fsdp.config import memory as memory_settings
+from megatron.fsdp.config.memory import Memory, problems_of_nccl
 from tests.fsdp.test_double_buffer import NUM_LAYERS, sharded_chain, train
 from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.wrong_calls import message_of
@@ -53,7 +55,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: mock.Mock())
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: nullcontext())
     monkeypatch.setattr(memory_slots, "agree", lambda problems, groups: list(problems))
-    monkeypatch.setattr(memory_slots, "connect", lambda groups, device: None)
+    monkeypatch.setattr(slot_memory, "connect", lambda groups, device: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
 
@@ -120,7 +122,7 @@ def test_everything_is_deregistered_before_groups_are_destroyed() -> None:
     memory = memory_over([backend])
     memory.allocate([8])
     memory.register()
-    memory_slots.deregister_all()
+    slot_memory.deregister_all()
     assert not backend.pools
 
 
@@ -138,8 +140,8 @@ def train_where_rank_1_is_refused() -> str:
     refuses = RuntimeError("unhandled system error") if dist.get_rank() == 1 else None
     backend = PlainBackend(local=refuses)
     with (
-        mock.patch.object(memory_slots, "problems_of_nccl", return_value=[]),
-        mock.patch("megatron.fsdp.checks.problems_of_nccl", return_value=[]),
+        mock.patch.object(memory_settings, "problems_of_nccl", return_value=[]),
+        mock.patch("megatron.fsdp.module.checks.problems_of_nccl", return_value=[]),
         mock.patch.object(dist.ProcessGroup, "_get_backend", lambda *args: backend),
         mock.patch.object(torch.cuda, "MemPool"),
         mock.patch.object(torch.cuda, "use_mem_pool", lambda pool: nullcontext()),
@@ -156,7 +158,7 @@ def test_a_refusal_on_one_rank_is_an_error_on_all(ranks: Ranks) -> None:
 
 
 def test_windows_need_the_slots_of_all_ranks() -> None:
-    with mock.patch.object(memory_slots, "problems_of_nccl", return_value=[]):
+    with mock.patch.object(memory_settings, "problems_of_nccl", return_value=[]):
         policy = Memory(registers=True, allows_own_storage=True)
     fails = mock.Mock(side_effect=RuntimeError("no memory"))
     slots = memory_slots.MemorySlots("weights", False, policy, fails)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.fsdp.config.settings import Gradients
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
-from megatron.fsdp.settings import Gradients
 from megatron_fsdp.translation import precision_policy
 
 BF16, FP32 = torch.bfloat16, torch.float32

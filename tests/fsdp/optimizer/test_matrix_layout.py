@@ -45,7 +45,7 @@ def train_watched(num_matrices: int, level: int, granularity: str) -> tuple[int,
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logger = logging.getLogger("megatron.fsdp.warnings_once")
+    logger = logging.getLogger("megatron.fsdp.config.warnings_once")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     sent, send = [], Exchange.send

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from megatron.fsdp import Memory, MixedPrecisionPolicy, Offload, clip_grad_norm_
-from megatron.fsdp.optimizer import flat_segments
-from megatron.fsdp.optimizer.host import block_update, host_state
-from megatron.fsdp.optimizer.host.host_memory import HostMemory
+from megatron.fsdp.backends.host_memory import HostMemory
+from megatron.fsdp.optimizer import block_update, flat_segments, host_state
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes

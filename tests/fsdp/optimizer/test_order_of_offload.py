@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.fsdp.backends.host_memory import HostMemory
 from megatron.fsdp.engine.buffer import RunningSum
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.optimizer.host.block_update import BlockUpdate, Flat
-from megatron.fsdp.optimizer.host.host_memory import HostMemory
+from megatron.fsdp.optimizer.block_update import BlockUpdate, Flat
 from megatron_fsdp import fully_shard
 from tests.support.fsdp.reference import Ranks, on_ranks
 

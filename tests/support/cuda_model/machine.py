@@ -13,11 +13,11 @@ from unittest.mock import patch
 import torch
 from torch.distributed import distributed_c10d
 
-from megatron.fsdp import checks
-from megatron.fsdp.backends import memory_slots
 from megatron.fsdp.backends.gloo_messages import GlooMessages
+from megatron.fsdp.config import memory
 from megatron.fsdp.engine import device, observe
 from megatron.fsdp.engine.buffer import FlatBuffer
+from megatron.fsdp.module import checks
 from tools import cuda_model as tool
 from tools.cuda_model.machine import CudaModel
 from tools.cuda_model.reports import name_of
@@ -95,7 +95,7 @@ def _patch_engine(patches: ExitStack) -> None:
     on_device = partial(device.CudaStreams, torch.device("cpu"))
     patches.enter_context(patch.object(device, "CpuStreams", on_device))
     patches.enter_context(patch.object(GlooMessages, "_uses_gloo", lambda *args: False))
-    for place in (memory_slots, checks):
+    for place in (memory, checks):
         patches.enter_context(patch.object(place, "problems_of_nccl", lambda device: []))
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.fsdp import Offload
-from megatron.fsdp.optimizer.host import block_update
+from megatron.fsdp.optimizer import block_update
 from megatron.mcore_adapter.checkpoints.staging import StagingBuffer
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.meshes import Meshes, device_type

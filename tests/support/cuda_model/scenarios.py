@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import Offload
-from megatron.fsdp.backends import memory_slots
+from megatron.fsdp.backends import slot_memory
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.cuda_model.calls_under_way import CALLS_UNDER_WAY, STARTED_BETWEEN
@@ -231,7 +231,7 @@ def registered_by_hand(level: int, meshes: Meshes) -> None:
         model.start_param_sync()
         model.manual_buffer_registration()
     step(model, optimizer, 3)
-    memory_slots.deregister_all()
+    slot_memory.deregister_all()
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 
-from megatron.fsdp.optimizer.host.host_memory import HostMemory
+from megatron.fsdp.backends.host_memory import HostMemory
 
 
 @contextmanager

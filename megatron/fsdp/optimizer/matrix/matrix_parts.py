@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron.fsdp.dtensor.sharded_param import ShardedGradient, ShardedParam
+from megatron.fsdp.dtensor.sharded_gradient import ShardedGradient
+from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.dtensor.tensor_part import Shape, TensorPart, TensorSlice
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
 from megatron.fsdp.engine.collectives import connect, local_group

@@ -24,12 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from megatron.fsdp.dtensor.loops_in_c import are_same
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.device import Pending
+from megatron.fsdp.engine.loops_in_c import are_same
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.tensor_parallel import has_uneven_slices, local_tensor
+from megatron.fsdp.module.sharded_module import ShardedModule, owner_of
 from megatron.fsdp.optimizer.flat_segments import State
 from megatron.fsdp.optimizer.flat_update import run_step, step_on_parameters
 from megatron.fsdp.optimizer.matrix.exchange import Exchange
@@ -44,7 +45,6 @@ from megatron.fsdp.optimizer.matrix.owners import (
 )
 from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, Setting, Slots, parameters_of
 from megatron.fsdp.quantized.tensor_subclasses import users_attributes
-from megatron.fsdp.sharded_module import ShardedModule, owner_of
 
 Round = list[Matrix]
 

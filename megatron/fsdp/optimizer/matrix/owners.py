@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from megatron.fsdp.dtensor.loops_in_c import concatenated
+from megatron.fsdp.config.warnings_once import warn
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
+from megatron.fsdp.engine.loops_in_c import concatenated
 from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, elementwise_class
-from megatron.fsdp.warnings_once import warn
 
 
 def _full_name(kind: type) -> str:

@@ -92,7 +92,7 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "test_optimizer_gradients.py::test_gradients_that_are_attached_too_early_are_not_lost": {
         "members": ("attach_grad_to_optimizer_state", "scale_gradients", "zero_grad"),
     },
-    "module_access/test_model_state.py::test_state_of_the_unsharded_model_and_optimizer_loads": {
+    "module/test_model_state.py::test_state_of_the_unsharded_model_and_optimizer_loads": {
         "members": ("named_parameters", "state_dict", "load_state_dict"),
     },
 }

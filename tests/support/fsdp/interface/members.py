@@ -7,9 +7,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp import builder, checks
-from megatron.fsdp.backends import memory_slots
-from megatron.fsdp.backends.memory_slots import allocate_slots
+from megatron.fsdp.backends.slot_memory import allocate_slots
+from megatron.fsdp.config import memory
+from megatron.fsdp.module import builder, checks
 from megatron_fsdp import (
     FSDPDistributedIndex,
     MegatronFSDP,
@@ -42,7 +42,7 @@ def shows_manual_registration() -> None:
     """Show that slots are assigned by the call; registration itself needs NCCL."""
     units = {"fsdp_unit_modules": [ResidualBlock]}
     with (
-        mock.patch.object(memory_slots, "problems_of_nccl", return_value=[]),
+        mock.patch.object(memory, "problems_of_nccl", return_value=[]),
         mock.patch.object(checks, "problems_of_nccl", return_value=[]),
         mock.patch.object(builder, "NcclMemory") as nccl,
     ):

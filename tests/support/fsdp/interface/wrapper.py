@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.fsdp.settings import Settings
+from megatron.fsdp.config.settings import Settings
 from megatron_fsdp import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from megatron.fsdp.config.settings import Settings
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.engine.layout import row_size
 from megatron.fsdp.engine.planner import cuts_are_aligned
@@ -25,7 +26,6 @@ from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.optimizer.flat_update import run_step
 from megatron.fsdp.optimizer.matrix.owners import matrix_class
 from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, Setting, Slots, parameters_of
-from megatron.fsdp.settings import Settings
 
 SMALLEST = 4096  # elements of a parameter whose moments torchao quantizes
 

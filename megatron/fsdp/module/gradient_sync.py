@@ -12,18 +12,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.agreement import FreezingAgreement
 from megatron.fsdp.dtensor.process_link import ProcessLink
-from megatron.fsdp.dtensor.sharded_param import GradientFamily, ShardedGradient, ShardedParam
+from megatron.fsdp.dtensor.sharded_gradient import GradientFamily, ShardedGradient
+from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import RunningSum, shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over
-from megatron.fsdp.engine.gradients import indices_of_present, read_all, set_all, set_each
+from megatron.fsdp.engine.loops_in_c import (
+    indices_of_present,
+    optional_attributes,
+    set_all,
+    set_each,
+)
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import GradientState, ShownState, StateOwner
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.module_access.trainability import read_flags
+from megatron.fsdp.module.agreement import FreezingAgreement
+from megatron.fsdp.module.trainability import read_flags
 
 # [Note: the life cycle of gradients]
 #     backward ends   the schedule has started to reduce some groups; if every microbatch is
@@ -117,7 +123,7 @@ class ShownGradients:
     def shown(self) -> list[torch.Tensor | None]:
         """Return the gradient that each parameter shows; the user may have replaced it."""
         with torch._C.DisableTorchFunctionSubclass():
-            return read_all(self.parameters, self._attribute)
+            return optional_attributes(self.parameters, self._attribute)
 
     def sum(self) -> torch.Tensor:
         """Return the sum of the gradients, on the device of compute."""

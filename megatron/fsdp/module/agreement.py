@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.config.problems import refuse_differences
+from megatron.fsdp.config.settings import Settings
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.engine.unit_choice import belongs_to_expert
-from megatron.fsdp.module_access.trainability import Trainability
-from megatron.fsdp.problems import refuse_differences
-from megatron.fsdp.settings import Settings
+from megatron.fsdp.module.trainability import Trainability
+from megatron.fsdp.module.unit_choice import belongs_to_expert
 
 _num_models: Counter[tuple[int, ...]] = Counter()  # that were sharded over the same ranks
 

@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.config.offload import Offload
 from megatron.fsdp.engine.buffer import ShardMemory
 from megatron.fsdp.engine.device import Pending, pinned, streams_for
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ParameterKind, Precision
-from megatron.fsdp.optimizer.host.offload import Offload
 
 # Streams of copies, those of updates in blocks too.
 TO_DEVICE = "copies to the device"

@@ -12,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.agreement import check_agreement
 from megatron.fsdp.backends.gloo_messages import GlooMessages
-from megatron.fsdp.backends.memory_slots import EngineSlots, NcclMemory, allocate_slots
+from megatron.fsdp.backends.host_memory import Memories
+from megatron.fsdp.backends.memory_slots import EngineSlots
+from megatron.fsdp.backends.slot_memory import NcclMemory, allocate_slots
+from megatron.fsdp.config.meta_initialisation import Initialiser, initialisation_parts, materialize
+from megatron.fsdp.config.settings import Settings, resolve_unit_modules
+from megatron.fsdp.config.warnings_once import warn
 from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam, link
 from megatron.fsdp.engine.buffer import Storage
 from megatron.fsdp.engine.collectives import Communicator, agree
@@ -24,21 +28,18 @@ from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.engine.unit_choice import (
+from megatron.fsdp.module.agreement import check_agreement
+from megatron.fsdp.module.own_names import own_name
+from megatron.fsdp.module.unit_choice import (
     assign_parameters,
     belongs_to_expert,
     find_units,
     kinds_of,
     merge_small_units,
 )
-from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts, materialize
-from megatron.fsdp.module_access.own_names import own_name
-from megatron.fsdp.optimizer.host.host_memory import Memories
 from megatron.fsdp.quantized import stored_forms
 from megatron.fsdp.quantized.tensor_subclasses import move, users_attributes
 from megatron.fsdp.quantized.transformer_engine_weights import replace_meta_weights
-from megatron.fsdp.settings import Settings, resolve_unit_modules
-from megatron.fsdp.warnings_once import warn
 
 ShardedParams = dict[nn.Parameter, ShardedParam]  # by the module's own parameters
 ParametersOfUnits = dict[Unit, dict[str, nn.Parameter]]  # by the names of parameters

@@ -16,7 +16,7 @@ from megatron.fsdp.engine.hooks import UnitHooks
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.states import WeightState
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.module_access.trainability import Trainability
+from megatron.fsdp.module.trainability import Trainability
 
 # Attribute of parameters that code reads only to pass them on as arguments. Reading such a
 # parameter by name does not unshard its unit; the call that receives it does.

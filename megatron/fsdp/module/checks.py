@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.backends.memory_slots import problems_of_nccl
+from megatron.fsdp.backends.host_memory import problems_of_offload
+from megatron.fsdp.config.memory import problems_of_nccl
+from megatron.fsdp.config.meta_initialisation import Initialiser, problems_of_initialisation
+from megatron.fsdp.config.problems import Problems
+from megatron.fsdp.config.settings import ComputePrecision, Settings, Units, resolve_unit_modules
+from megatron.fsdp.config.warnings_once import IS_COMPUTE
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.engine.unit_choice import belongs_to_expert, kinds_of
-from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
-from megatron.fsdp.optimizer.host.host_memory import problems_of_offload
-from megatron.fsdp.problems import Problems
+from megatron.fsdp.module.unit_choice import belongs_to_expert, kinds_of
 from megatron.fsdp.quantized.stored_forms import Sharding, refuse_parameters
-from megatron.fsdp.settings import ComputePrecision, Settings, Units, resolve_unit_modules
-from megatron.fsdp.warnings_once import IS_COMPUTE
 
 
 def check_all(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron.fsdp.dtensor.loops_in_c import attributes
+from megatron.fsdp.engine.loops_in_c import attributes
 from megatron.fsdp.engine.unit import Unit
 
 

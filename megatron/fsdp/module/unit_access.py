@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
-from megatron.fsdp.dtensor.loops_in_c import are_same, concatenated
 from megatron.fsdp.engine.device import in_backward
+from megatron.fsdp.engine.loops_in_c import are_same, concatenated
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Prefetcher
 from megatron.fsdp.engine.states import MainState
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.module_access.trainability import Trainability
+from megatron.fsdp.module.trainability import Trainability
 
 
 class KnownParameters:

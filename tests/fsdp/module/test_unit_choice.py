@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 from torch import nn
 
-from megatron.fsdp.engine.unit_choice import assign_parameters, find_units, merge_small_units
-from megatron.fsdp.settings import resolve_unit_modules
+from megatron.fsdp.config.settings import resolve_unit_modules
+from megatron.fsdp.module.unit_choice import assign_parameters, find_units, merge_small_units
 from tests.support.fsdp import models
 from tests.support.fsdp.models import Outer, ResidualBlock
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.fsdp.backends.host_memory import FileMemory, HostMemory
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron.fsdp.engine.buffer import ShardMemory
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.optimizer.host.host_memory import FileMemory, HostMemory
 
 
 def new_moment(parameter: torch.Tensor, value: float) -> torch.Tensor:

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from megatron.fsdp.config.settings import ComputePrecision
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.module_access.shown_parameters import WatchedParameters
-from megatron.fsdp.settings import ComputePrecision
+from megatron.fsdp.module.shown_parameters import WatchedParameters
 
 # A function that ``to``, ``half`` and so on call with every tensor.
 Conversion = Callable[[torch.Tensor], torch.Tensor]

@@ -14,10 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from megatron.fsdp.agreement import FreezingAgreement
 from megatron.fsdp.backends.memory_slots import EngineSlots
-from megatron.fsdp.builder import ShardedParams, shard_parameters
-from megatron.fsdp.checks import check_all
+from megatron.fsdp.config.meta_initialisation import Initialiser
+from megatron.fsdp.config.problems import Problems
+from megatron.fsdp.config.settings import Settings
+from megatron.fsdp.config.warnings_once import (
+    warn_of_no_optimizer,
+    warn_of_unmatched_units,
+    watch_optimizers,
+)
 from megatron.fsdp.dtensor.process_link import ProcessLink
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.engine import observe
@@ -26,9 +31,11 @@ from megatron.fsdp.engine.hooks import UnitHooks
 from megatron.fsdp.engine.param_group import ParamGroup, StoredForm
 from megatron.fsdp.engine.schedule import Microbatches, Schedule
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.gradient_sync import GradientError, GradientSync
-from megatron.fsdp.meta_initialisation import Initialiser
-from megatron.fsdp.module_access.model_state import (
+from megatron.fsdp.module.agreement import FreezingAgreement
+from megatron.fsdp.module.builder import ShardedParams, shard_parameters
+from megatron.fsdp.module.checks import check_all
+from megatron.fsdp.module.gradient_sync import GradientError, GradientSync
+from megatron.fsdp.module.model_state import (
     accept_full_tensors,
     copied_module,
     copy_main_weights,
@@ -36,28 +43,21 @@ from megatron.fsdp.module_access.model_state import (
     remove_hooks,
     show_main_weights,
 )
-from megatron.fsdp.module_access.own_names import lead_by_own_names, own_name
-from megatron.fsdp.module_access.shown_parameters import ShownParameters
-from megatron.fsdp.module_access.trainability import Trainability
-from megatron.fsdp.module_access.unit_access import (
+from megatron.fsdp.module.own_names import lead_by_own_names, own_name
+from megatron.fsdp.module.shown_parameters import ShownParameters
+from megatron.fsdp.module.trainability import Trainability
+from megatron.fsdp.module.unit_access import (
     KnownParameters,
     UnitAccess,
     UnitHandle,
     units_of,
 )
-from megatron.fsdp.module_access.wrapped_module import (
+from megatron.fsdp.module.wrapped_module import (
     cast_at_units,
     prepare_wrapped_module,
     refuse_ddp,
 )
-from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import Settings
 from megatron.fsdp.trace import failed_collectives
-from megatron.fsdp.warnings_once import (
-    warn_of_no_optimizer,
-    warn_of_unmatched_units,
-    watch_optimizers,
-)
 
 OWNER = "_fsdp_model"  # attribute of the parameters that an optimizer steps: their wrapper
 

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from megatron.fsdp.config.settings import Settings
+from megatron.fsdp.config.warnings_once import IS_COMPUTE, warn
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.module_access.own_names import own_name
-from megatron.fsdp.module_access.shown_parameters import WatchedParameters
-from megatron.fsdp.settings import Settings
-from megatron.fsdp.warnings_once import IS_COMPUTE, warn
+from megatron.fsdp.module.own_names import own_name
+from megatron.fsdp.module.shown_parameters import WatchedParameters
 
 
 def show_main_weights(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron.fsdp.settings import Units, resolve_unit_modules
+from megatron.fsdp.config.settings import Units, resolve_unit_modules
 
 _logger = logging.getLogger(__name__)
 

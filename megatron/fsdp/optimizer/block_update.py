@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.fsdp.backends.host_memory import TO_DEVICE, TO_HOST, HostMemory
+from megatron.fsdp.config.offload import Offload
 from megatron.fsdp.engine.device import CpuStreams, Pending, Streams
 from megatron.fsdp.optimizer.flat_segments import Segment, State
-from megatron.fsdp.optimizer.host.host_memory import TO_DEVICE, TO_HOST, HostMemory
-from megatron.fsdp.optimizer.host.offload import Offload
 from megatron.fsdp.optimizer.optimizer_state import (
     OptimizerClass,
     Params,

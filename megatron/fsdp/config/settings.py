@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 
-from megatron.fsdp.backends.memory_slots import Memory
+from megatron.fsdp.config.memory import Memory
+from megatron.fsdp.config.meta_initialisation import MetaInitialisation
+from megatron.fsdp.config.offload import Offload
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import (
     MixedPrecisionPolicy,
@@ -26,8 +28,6 @@ from megatron.fsdp.engine.policy import (
     problems_of_flags,
     raise_problems,
 )
-from megatron.fsdp.meta_initialisation import MetaInitialisation
-from megatron.fsdp.optimizer.host.offload import Offload
 
 Units = Sequence[type | nn.Module | str]  # import paths are "package.module.Class"
 
