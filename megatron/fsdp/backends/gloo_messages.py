@@ -51,18 +51,17 @@ class GlooMessages(Transport):
             rank = group.rank()
             num_ranks = group.size()
             others = _other_ranks(rank, num_ranks)
-            slices = [full.chunk(num_ranks) for full in fulls]
             messages = PeerMessages(group, _GATHER_TAG)
             for other in reversed(others):
-                for parts in slices:
-                    messages.receive(parts[other], other)
+                for full in fulls:
+                    messages.receive(_slice(full, other, num_ranks), other)
             for other in others:
                 for shard in shards:
                     messages.send(shard, other)
-            for parts, shard in zip(slices, shards, strict=True):
-                if parts[rank].data_ptr() != shard.data_ptr():
-                    with torch.no_grad():  # autograd rejects copies into a buffer with many views
-                        parts[rank].copy_(shard)
+            for full, shard in zip(fulls, shards, strict=True):
+                own = _slice(full, rank, num_ranks)
+                if own.data_ptr() != shard.data_ptr():
+                    own.copy_(shard)
             return Pending(messages.wait)
 
         return _collective(start)
@@ -88,7 +87,6 @@ class GlooMessages(Transport):
         def start() -> Work:
             rank = group.rank()
             num_ranks = group.size()
-            slices = full.chunk(num_ranks)
             others = _other_ranks(rank, num_ranks)
             # Slices are added up in the order of ranks, whatever order they arrive in, in the dtype
             # of the buffer: ((x0 + x1) + x2) + x3 on every rank. With two ranks the result is that
@@ -104,13 +102,13 @@ class GlooMessages(Transport):
                 targets[other] = shard if other == order[0] else torch.empty_like(shard)
                 receives[other] = messages.receive(targets[other], other)
             for other in others:
-                messages.send(slices[other], other)
+                messages.send(_slice(full, other, num_ranks), other)
 
             def finish() -> None:
                 messages.wait_for(receives[order[0]])
                 for other in order[1:]:
                     if other == rank:
-                        shard.add_(slices[rank])
+                        shard.add_(_slice(full, rank, num_ranks))
                     else:
                         messages.wait_for(receives[other])
                         shard.add_(targets[other])
@@ -133,6 +131,12 @@ class GlooMessages(Transport):
             sends = has_gloo and group.size() > 1
             self._sends_by_gloo[group] = sends
         return sends
+
+
+def _slice(full: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+    """Return the part of a flat tensor that is the shard of a rank."""
+    size = full.numel() // num_ranks
+    return full.narrow(0, rank * size, size)
 
 
 def _other_ranks(rank: int, num_ranks: int) -> list[int]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.process_link import ProcessLink
-from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
+from megatron.fsdp.dtensor.uneven_dtensor import GRAD, UnevenDTensor
 from megatron.fsdp.engine.buffer import ShardMemory
 from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.loops_in_c import attributes, concatenated, present
@@ -187,7 +187,7 @@ def clip_grad_norm_(
         TypeError: for gradients of parameters that are not sharded.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        gradients = present(attributes(parameters, "grad"))
+        gradients = present(attributes(parameters, GRAD))
     if norm_type <= 0:
         raise ValueError(f"norm_type expects a positive number or infinity but got {norm_type!r}")
     if not gradients:

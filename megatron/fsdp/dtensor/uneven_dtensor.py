@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex, cast
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ NO_PARTIAL_BACKWARD = (
 )
 
 _DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
+# The attribute for loops over all parameters: torch's other name of it, which runs no Python.
+GRAD = "_grad"
 # Attributes that are operations, and the functions that compute them.
 _COMPUTED: dict[Function, Function] = {}
 for _name in VIEWS:
@@ -78,6 +81,22 @@ class UnevenDTensor(FunctionsOfTorch, DTensor):
             if result is not NotImplemented:
                 return result
         return operate(func, tuple(args), kwargs, UnevenDTensor)
+
+    # Clipping reads it of every parameter. By `__torch_function__` that takes three times as long.
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, or None."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return cast("torch.Tensor | None", _GRAD.__get__(self))
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's is not typed
         """Show this rank's elements: printing on one rank must not wait for others."""

@@ -8,7 +8,6 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -50,7 +49,10 @@ class Pending:
             return
         # An all-gather may copy into a buffer that has many views, which autograd would reject.
         try:
-            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self._wait()
+            else:  # a context costs host time
                 self._wait()
         except Exception:  # after a KeyboardInterrupt it is still under way
             self.has_failed = True

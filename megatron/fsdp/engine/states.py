@@ -124,7 +124,8 @@ def change_state(owner: object, state: State, new_state: State) -> State:
     Raises:
         RuntimeError: if ``new_state`` may not follow ``state``.
     """
-    if new_state is not state and new_state.name not in state.following:
+    # `name` is a property of Python, and units change their states often.
+    if new_state is not state and new_state._name_ not in state.following:
         raise RuntimeError(
             f"{owner} cannot change from {state.name} to {new_state.name}: it may become"
             f" {' or '.join(state.following)}"

@@ -226,9 +226,11 @@ class Unit(StateOwner[BackwardState]):
         # Recomputation runs a nested backward inside the pass in which the unit was unsharded, and
         # the outer pass may use the same parameter again.
         number = current_pass()
-        if any(since != number for since in self.users.values()):
-            self.change_state(BackwardState.RECOMPUTED)
-        elif self.state is BackwardState.IDLE:
+        for since in self.users.values():
+            if since != number:
+                self.change_state(BackwardState.RECOMPUTED)
+                return
+        if self.state is BackwardState.IDLE:
             if not all(group.is_readable for group in self.groups):
                 raise RuntimeError(KEPT_ASIDE % self)
             self.change_state(BackwardState.RUNNING)

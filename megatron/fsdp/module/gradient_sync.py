@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.fsdp.dtensor.process_link import ProcessLink
 from megatron.fsdp.dtensor.sharded_gradient import GradientFamily, ShardedGradient
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.dtensor.uneven_dtensor import GRAD
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import RunningSum, shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over
@@ -60,7 +61,7 @@ class ShownGradients:
 
     Args:
         sharded_params: the parameters, in the order of the group.
-        attribute: attribute on which they show gradients: "grad" or "decoupled_grad".
+        attribute: attribute on which they show gradients: ``GRAD`` or "decoupled_grad".
         family: the gradients of the model, of which norms are computed together.
     """
 
@@ -182,7 +183,7 @@ class GradientSync(StateOwner[ShownState]):
                 trainable.setdefault(sharded_param.group, []).append(sharded_param)
                 note_hook: Callable[[], None] = partial(self._note_hook, sharded_param)
                 sharded_param.parameter.on_hook = ProcessLink(note_hook)
-        self._attribute = "grad"
+        self._attribute = GRAD
         if use_decoupled_grad:
             self._attribute = "decoupled_grad"
         # Parameters with hooks, each with the number of reductions when they were last called.

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from megatron.fsdp.dtensor.sharded_gradient import ShardedGradient
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
+from megatron.fsdp.dtensor.uneven_dtensor import GRAD
 from megatron.fsdp.engine.loops_in_c import are_same, attributes, concatenated
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.tensor_parallel import local_tensor
@@ -201,7 +202,7 @@ class Segments:
     def gradients(self) -> list[torch.Tensor | None]:
         """List the gradients of all parameters."""
         with torch._C.DisableTorchFunctionSubclass():
-            return attributes(self.parameters, "grad")
+            return attributes(self.parameters, GRAD)
 
     def are_current(self, optimizer: Optimizer) -> bool:
         """Return True if parameters, settings and state are those that segments were made from."""

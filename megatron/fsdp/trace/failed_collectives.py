@@ -128,9 +128,11 @@ class LastCollectives(Observer):
             known = (tuple(dist.get_process_group_ranks(group)), group.group_name)
             self._known[group] = known
         ranks, group_name = known
-        phase = "" if torch.is_grad_enabled() else ", without gradients"
+        phase = ""
         if in_backward():
             phase = ", in backward"
+        elif not torch.is_grad_enabled():
+            phase = ", without gradients"
         num_bytes = 0
         for operand in operands:
             num_bytes += operand.nbytes
