@@ -54,6 +54,7 @@ class Groups:
 
     def __init__(self, detector: Detector, backend: str = "nccl"):
         self._launches = detector.launches
+        self._names_cuda = detector.blocks.has_host
         self.has_gloo = "gloo" in backend
         self._on_host: set[str] = set()  # made with the backend "gloo"
         self._options: dict[str, NcclOptions] = {}
@@ -91,7 +92,18 @@ class Groups:
             "init_process_group": self._initialised(dist.init_process_group),
             "new_group": self._made(dist.new_group),
             "split_group": self._split,
+            "_get_object_coll_device": self._device_of_objects(
+                distributed_c10d._get_object_coll_device
+            ),
         }
+
+    def _device_of_objects(self, function: Callable[..., str]) -> Callable[..., str]:
+        def device_of_objects(group: ProcessGroup | None = None) -> str:
+            if self._names_cuda and not (self.has_gloo or self.has_objects()):
+                return "cuda"
+            return function(group)
+
+        return device_of_objects
 
     def _of_objects(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)

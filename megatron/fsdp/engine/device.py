@@ -47,13 +47,13 @@ class Pending:
         """Make compute wait for the result; further calls do nothing, unless it has failed."""
         if self._wait is None:
             return
-        # An all-gather may copy into a buffer that has many views, which autograd would reject.
+        if torch.is_grad_enabled():
+            # An all-gather may copy into a buffer that has many views, which autograd would reject.
+            with torch.no_grad():
+                self.wait()
+            return
         try:
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    self._wait()
-            else:  # a context costs host time
-                self._wait()
+            self._wait()
         except Exception:  # after a KeyboardInterrupt it is still under way
             self.has_failed = True
             raise

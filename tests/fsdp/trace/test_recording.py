@@ -108,15 +108,16 @@ def test_wrong_options_are_one_error(
     assert ranks(2, error_of_record, [tmp_path] * 2, **options) == [message] * 2
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_a_trace_inside_of_another_records_its_part() -> None:
     with trace.record() as outer:
         with trace.record() as inner:
             agree([])
         agree([])
     assert not observe.observers
-    assert [each.name for each in outer.collectives] == ["all_gather_object"] * 4
-    assert [each.name for each in inner.collectives] == ["all_gather_object"]
+    names = [each.name for each in outer.collectives]
+    assert names.count("all_reduce") > 2 and names[-1] == "all_reduce"
+    assert [each.name for each in inner.collectives] == ["all_reduce"]
 
 
 @on_ranks(2)
