@@ -59,11 +59,11 @@ def assign(
         ValueError: lists the parameters that no group fits, or a number without a group.
     """
     result = [OptimizerParamGroup(dict(fields), []) for fields in groups]
-    has_numbers = numbers or {}
+    known_numbers = numbers or {}
     problems = []
     for name, shape in shapes.items():
-        if name in has_numbers:
-            fitting = [has_numbers[name]]
+        if name in known_numbers:
+            fitting = [known_numbers[name]]
         else:
             fitting = _fitting(
                 name,
@@ -100,17 +100,20 @@ def _fitting(
 ) -> list[int]:
     """Return the numbers of the groups that the rules allow for a parameter.
 
-    A rule counts only if the groups differ in it.
+    A rule counts only if the groups differ in it. That of decay counts for any two multipliers: of
+    0.5 and 1, neither is that of a bias.
     """
-    should_decay = _has_weight_decay(name, shape, decay_query_key_norms)
+    multipliers = [group.get("wd_mult") for group in groups]
+    fitting = list(range(len(groups)))
+    if len(set(multipliers)) > 1:
+        should_decay = _has_weight_decay(name, shape, decay_query_key_norms)
+        fitting = [number for number in fitting if (multipliers[number] != 0.0) == should_decay]
     # The value of each group, and the one that the parameter's group has.
     rules = (
-        ([group.get("wd_mult") != 0.0 for group in groups], should_decay),
         ([bool(group.get(EXPERT_FIELD)) for group in groups], is_in_expert(name)),
         ([_has_own_rate(group, groups) for group in groups], name in VOCABULARY),
         (["betas" in group for group in groups], is_adams),
     )
-    fitting = list(range(len(groups)))
     for values, wanted in rules:
         if len(set(values)) > 1:
             fitting = [number for number in fitting if values[number] == wanted]
