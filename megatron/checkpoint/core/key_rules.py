@@ -182,8 +182,10 @@ def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any
     linear, fused, norm_leaf = module_name.rpartition(".layer_norm_")
     if fused:
         of_linear = registration_order(f"{linear}.weight")
-        leaf = ("weight", "bias").index(norm_leaf)
-        return (*of_linear[:-1], leaf - 2)  # before the leaves of the linear layer itself
+        leaf = -1  # before the leaves of the linear layer itself
+        if norm_leaf == "weight":
+            leaf = -2
+        return (*of_linear[:-1], leaf)
     entry = _entry_of(name)
     if entry is None:
         return (len(MODEL), name)
