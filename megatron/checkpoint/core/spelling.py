@@ -330,9 +330,9 @@ def _has_grouped_experts(state: TrainingState, engine: bool) -> bool:
 
     If the file names no experts, the arguments decide for layers of Transformer Engine.
     """
-    for name, module_name in state.module_names.items():
-        if is_in_expert(name):
-            return ".local_experts." not in module_name
+    in_file = [path for name, path in state.module_names.items() if is_in_expert(name)]
+    if in_file:
+        return not any(".local_experts." in path for path in in_file)
     return engine and bool(getattr(state.args, "moe_grouped_gemm", False))
 
 
