@@ -60,7 +60,7 @@ def reformulated(
     *grid, block_numel = stored.shape(key)
     block = [size // max(number, 1) for size, number in zip(shape, grid)]
     whole = [size * number for size, number in zip(block, grid)]
-    is_divided = whole == [*shape] and len(grid) == len(shape)
+    is_divided = whole == [*shape] and len(grid) == len(shape) and all(grid)
     if not is_divided or math.prod(block) != block_numel:
         raise ValueError(
             f"{key}: {tuple(stored.shape(key))} is not {tuple(shape)} in equal blocks: expected the"
