@@ -238,7 +238,7 @@ def _newer_of_both(
     return max(sound, key=_number, default=(load, None))
 
 
-def _number(found: tuple[str, int | str | None]) -> int:
+def _number(found: tuple[str, int | str]) -> int:
     """Return the iteration that was found, 0 for a release."""
     iteration = found[1]
     if isinstance(iteration, int):

@@ -56,7 +56,6 @@ SHARDING_TYPE = "distrib_optim_sharding_type"
 """Field of the metadata: layout of a distributed optimizer; absent for any other optimizer."""
 MEMORY_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
 """Field of the metadata: True if a save gathers the optimizer's state on one rank only."""
-"""Field of a param group: True for weights of experts that ranks divide among them."""
 LENIENT = ("log_", "return_", "ignore_")
 """Prefixes of the values of --dist-ckpt-strictness with which differences are no errors."""
 

@@ -80,7 +80,7 @@ class Watch:
 
     Args:
         args: arguments of the run: ``distributed_timeout_minutes``, ``distributed_backend`` and
-            ``save``, beside which the file for errors lies.
+            ``save``, in which the file for errors lies.
     """
 
     def __init__(self, args: argparse.Namespace):
