@@ -242,7 +242,8 @@ def test_other_parameters_of_a_fused_norm_come_before_those_of_its_linear_layer(
     def order(name: str) -> tuple[Any, ...]:
         return key_rules.registration_order(name, engine)
 
-    assert sorted(reversed(names), key=order) == names
+    mixed = [*names[2:], *names[:2]]
+    assert sorted(mixed, key=order) == names
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from megatron.mcore_adapter.megatron_lm.loop_program import LoopProgram
 from megatron.mcore_adapter.releases import tested
 
-WORDS = "--micro-batch-size 1 --use-megatron-fsdp --megatron-fsdp-version 2".split()
+WORDS = ["--micro-batch-size", "1", "--use-megatron-fsdp", "--megatron-fsdp-version", "2"]
 
 
 def program_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> LoopProgram:
