@@ -91,6 +91,11 @@ def install() -> AbstractContextManager[object]:
     return installation
 
 
+def is_active() -> bool:
+    """Return True between :func:`install` and :func:`uninstall`."""
+    return _installation is not None
+
+
 def uninstall() -> None:
     """Restore everything, also in modules that have been imported since."""
     # What cpu.install() did to a process without CUDA remains. So does what wrappers did to
