@@ -84,7 +84,7 @@ def install() -> AbstractContextManager[object]:
         installation.close()
         raise
     _installation = installation
-    program.say(
+    program.log(
         f"the drop-in is active on Megatron-Core {megatron.core.__version__}"
         f" in {megatron.core.__path__[0]}"
     )

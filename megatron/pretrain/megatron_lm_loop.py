@@ -22,7 +22,7 @@ import torch
 
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopFlagError, value_of
 from megatron.mcore_adapter.releases import tested
-from megatron.mcore_adapter.run.environment import environment_world_size, say
+from megatron.mcore_adapter.run.environment import environment_world_size, log
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.logging_setup import leave_logging
 from megatron.pretrain.arguments.check import CommandLineError
@@ -182,7 +182,7 @@ def dry_run(words: Sequence[str]) -> int:
         if num_ranks is None:
             raise CommandLineError([f"{DRY_RUN_RANKS} expects a positive number but got {given}"])
         args = loop_arguments(words, num_ranks)
-        print_dry_run(args, say)
+        print_dry_run(args, log)
     except CommandLineError as error:
         tested.end_program(f"pretrain_gpt.py: error: {error.problems[0]}", 2)
     except (ValueError, NotImplementedError, OSError, RunError) as error:
@@ -266,7 +266,7 @@ def build_datasets(
     source = gpt_datasets.find_data(args, tokenizer, tuple(num_samples))
     if source is not None:
         for line in source.lines:
-            say(line)
+            log(line)
     return build(args, tokenizer, source)
 
 

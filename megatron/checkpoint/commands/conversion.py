@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 _FAILED = ".failed"
 """File in the journal that notifies the other ranks of a failure."""
-OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
+OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback shows where)"
 
 
 class ConversionError(RuntimeError):

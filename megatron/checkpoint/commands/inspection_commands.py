@@ -190,7 +190,7 @@ def print_torch_dcp_in_json(
     verify_integrity: bool,
     printer: Printer,
 ) -> None:
-    """Write param_to_param_group_map.json beside the map of param groups that a run has dumped.
+    """Write param_to_param_group_map.json next to the map of param groups that a run has dumped.
 
     The run dumps it with --dump-param-to-param-group-map.
     """

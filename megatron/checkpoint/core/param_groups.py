@@ -77,15 +77,15 @@ def assign(
             continue
         first, *others = fitting
         if first >= len(groups):
-            problems.append(f"{name}: the map says {first}")
+            problems.append(f"{name}: the map names group {first}")
         elif any(groups[other] != groups[first] for other in others):
             names = ", ".join(str(number) for number in fitting)
             problems.append(f"{name}: groups {names} fit, and they differ")
         else:
             result[first].names.append(name)
     refuse(
-        f"the file has {len(groups)} param groups, and the rules do not say which of them these"
-        " parameters are in (--param-to-param-group-map-json does)",
+        f"the file has {len(groups)} param groups, and the rules do not determine which of them"
+        " these parameters are in (--param-to-param-group-map-json does)",
         problems,
     )
     return result

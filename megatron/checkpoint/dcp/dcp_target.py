@@ -159,9 +159,9 @@ class DcpTarget:
             staging: the directory.
             results: the results of the parts, by name.
         """
-        beside = {name: content() for name, content in self._extra_files.items()}
+        extra_files = {name: content() for name, content in self._extra_files.items()}
         written = [results[part.name]["written"] for part in self.parts]
-        SigningWriter(staging, beside=beside).finish(self.metadata(), written)
+        SigningWriter(staging, extra_files=extra_files).finish(self.metadata(), written)
 
     def metadata(self) -> Metadata:
         """Return ``.metadata`` without the places of the entries in files."""

@@ -61,7 +61,7 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
     pairings = [pairing for pairing in family.pairings(args) if not pairing.is_copy]
     problems = _wrong_tensors(args, pairings, stored)
     notes, unknown = _other_tensors(family, args, stored)
-    refuse(f"{directory} has other tensors than its config.json says", [*problems, *unknown])
+    refuse(f"{directory} has other tensors than its config.json implies", [*problems, *unknown])
     announced = config.get("num_nextn_predict_layers") or 0
     found = args.mtp_num_layers or 0
     if family.predicts and announced != found:

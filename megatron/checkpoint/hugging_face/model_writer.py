@@ -299,7 +299,7 @@ def _their_tensors(
             problems.append(f"{name}: missing")
         elif ours[name].shape != shape:
             problems.append(f"{name}: {ours[name].shape}, but by its arguments {shape}")
-    refuse("the checkpoint has other tensors than its arguments say", problems)
+    refuse("the checkpoint has other tensors than its arguments imply", problems)
     found = {}
     for pairing in pairings:
         parts = pairing.rearrangement.split(ours[pairing.ours], args)

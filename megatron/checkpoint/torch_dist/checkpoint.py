@@ -247,7 +247,7 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
             slots = {main: tensor.to(torch.float32), **slots}
         for slot, value in slots.items():
             entries.append(TensorEntry(f"optimizer.state.{slot}.{key}", shape, offsets, value))
-    return DcpTarget(entries, extra_files=files_beside(state), notes=state.notes)
+    return DcpTarget(entries, extra_files=other_files(state), notes=state.notes)
 
 
 def main_slot(has_distributed: bool, dtype: torch.dtype) -> str | None:
@@ -262,7 +262,7 @@ def main_slot(has_distributed: bool, dtype: torch.dtype) -> str | None:
     return "fp32_param"
 
 
-def files_beside(state: TrainingState) -> dict[str, Callable[[], bytes]]:
+def other_files(state: TrainingState) -> dict[str, Callable[[], bytes]]:
     """Return the names of the format's further files, and functions that return their content."""
     return {
         COMMON_FILE: lambda: safe_pickle.save_torch(common_of(state)),

@@ -203,7 +203,7 @@ def joined_tensor(
     if num_shards == 1:
         return tensors[0]
     if dim == 1:
-        return _beside_each_other(tensors)
+        return _side_by_side(tensors)
     if model.has_halves(name):
         return _with_halves_joined(tensors)
     return concatenate(tensors)
@@ -222,7 +222,7 @@ def _with_halves_joined(shards: Sequence[LazyTensor]) -> LazyTensor:
     return concatenate([*gates, *others])
 
 
-def _beside_each_other(shards: Sequence[LazyTensor]) -> LazyTensor:
+def _side_by_side(shards: Sequence[LazyTensor]) -> LazyTensor:
     """Join matrices along dim 1."""
     rows, columns = shards[0].shape
 

@@ -66,7 +66,7 @@ from megatron.mcore_adapter.checkpoints.converted_source import (
 from megatron.mcore_adapter.checkpoints.saved_state import StateDict
 from megatron.mcore_adapter.checkpoints.vocabulary_padding import VocabularyArguments, fit_padding
 from megatron.mcore_adapter.file_differences import FileDifferences
-from megatron.mcore_adapter.run.first_rank import Say
+from megatron.mcore_adapter.run.first_rank import Log
 from megatron.mcore_adapter.run.run_state import TrainedParts
 
 Model = list[FullyShardedDataParallel]
@@ -156,7 +156,7 @@ class FsdpDtensorFormat:
         state: StateDict,
         parts: TrainedParts,
         source: Path,
-        say: Say,
+        log: Log,
     ) -> StateDict:
         """Load a checkpoint of any format into model and optimizer; return all of its content.
 
@@ -166,7 +166,7 @@ class FsdpDtensorFormat:
             state: everything but weights and optimizer, as a run without a checkpoint has it.
             parts: model, and the optimizer if its state is loaded.
             source: directory of the checkpoint.
-            say: prints a line on the first rank.
+            log: prints a line on the first rank.
 
         Raises:
             ValueError: on every rank, before anything is overwritten, with the entries that are
@@ -176,7 +176,7 @@ class FsdpDtensorFormat:
         optimizer = parts.optimizer
         reader: StorageReader = SafeReader(source)
         if format_of(source) != FSDP_DTENSOR:
-            reader = open_converted(source, args, say)
+            reader = open_converted(source, args, log)
         stored = _read_metadata(reader)
         names = EntryNames.of(args, names_in_file(stored))
         content = _content_to_load(args=args, state=state, parts=parts, stored=stored, names=names)
@@ -193,7 +193,7 @@ class FsdpDtensorFormat:
             content=content,
             stored=stored,
             source=source,
-            say=None if args.strict_fsdp_dtensor_load else say,
+            log=None if args.strict_fsdp_dtensor_load else log,
             unused=[f"{STATE_PREFIX}{name}.{MOMENTS[1]}" for name in changed],
         )
         if optimizer is not None:
@@ -204,7 +204,7 @@ class FsdpDtensorFormat:
             load_own_state(chunk, lambda key: content["model"].get(MODEL_PREFIX + names.name(key)))
         if optimizer is not None:
             _load_settings(model, optimizer, content["optimizer"][SETTINGS], names)
-            take_momentum(changed, optimizer, content, say)
+            take_momentum(changed, optimizer, content, log)
             if "grad_scaler" in content:
                 optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
         if "rng_state" in content:
@@ -447,7 +447,7 @@ def _check(
     content: StateDict,
     stored: Mapping[str, STORAGE_TYPES],
     source: Path,
-    say: Say | None,
+    log: Log | None,
     unused: Iterable[str],
 ) -> None:
     """Compare the entries that all ranks request with those of the file; a collective.
@@ -456,7 +456,7 @@ def _check(
         content: nested state that will be loaded.
         stored: metadata of the file's entries, by key.
         source: directory of the checkpoint, for messages.
-        say: prints the entries that a partial load leaves out; None if all must fit.
+        log: prints the entries that a partial load leaves out; None if all must fit.
         unused: keys of the file that this rank does not request, and that are no differences.
 
     Raises:
@@ -475,8 +475,8 @@ def _check(
         if key.startswith(prefixes) and not key.endswith(optional):
             keys.append(key)
     unexpected = _requested_nowhere(keys, requested.keys() | unused)
-    problems = differences.problems(is_partial=say is not None)
-    if say is None and unexpected:
+    problems = differences.problems(is_partial=log is not None)
+    if log is None and unexpected:
         problems.append(f"not in the model: {some(unexpected)}")
     if problems:
         raise ValueError(
@@ -484,14 +484,14 @@ def _check(
             + "\n  ".join(problems)
             + _hints(differences)
         )
-    if say is not None:
+    if log is not None:
         used = set(keys).difference(unexpected)
         report_partial_load(
             source=source,
             not_in_file=differences.missing,
             not_in_model=unexpected,
             fits=any(key.startswith("model.") for key in used),
-            say=say,
+            log=log,
         )
 
 

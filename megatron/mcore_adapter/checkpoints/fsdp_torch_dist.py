@@ -39,7 +39,7 @@ from megatron.checkpoint.dcp.dcp_target import Entry, EntryPlanner, ObjectEntry,
 from megatron.checkpoint.dcp.save_planner import EvenPlanner
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.fsdp_dtensor.keys import split_half
-from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside, main_slot
+from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, main_slot, other_files
 from megatron.fsdp.dtensor.tensor_part import as_chunked_tensor, part_of
 from megatron.mcore_adapter.checkpoint_entries import extra_states, sharded_params
 from megatron.mcore_adapter.checkpoints.checkpoint_format import attempt
@@ -71,8 +71,8 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
             parts: model, and the optimizer if its state is saved; the tensors share their storage.
 
         Returns:
-            ``args``, the ``entries`` of this rank, and on the first rank the ``files`` beside those
-            of tensors.
+            ``args``, the ``entries`` of this rank, and on the first rank the ``files`` that have no
+            tensors.
 
         Raises:
             ValueError: on every rank, if the layout has no place for an entry of some rank.
@@ -108,7 +108,7 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
         problems = attempt(collect_own)
         if problems:
             raise ValueError("\n".join(problems))
-        makers = files_beside(_common_state(state, settings, slots, optimizer))
+        makers = other_files(_common_state(state, settings, slots, optimizer))
         files = {}
         if dist.get_rank() == 0:
             for name, make in makers.items():
@@ -127,7 +127,7 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
             The problems of all ranks, the same on every rank.
         """
         entries = [_lazy(entry) for entry in content["entries"]]
-        writer = SigningWriter(target, beside=content["files"])
+        writer = SigningWriter(target, extra_files=content["files"])
         return self._save(args, {}, writer, partial(_Planner, entries))
 
 

@@ -48,7 +48,7 @@ from megatron.mcore_adapter.checkpoints.torch_dist_saving import (
     written_by_threads,
 )
 from megatron.mcore_adapter.releases.common_state import common_object_readable
-from megatron.mcore_adapter.run.first_rank import Say, on_first_rank
+from megatron.mcore_adapter.run.first_rank import Log, on_first_rank
 from megatron.mcore_adapter.run.run_state import TrainedParts
 from megatron.mcore_adapter.run.wrapped_model import unwrap
 
@@ -120,7 +120,7 @@ class TorchDistFormat:
         state: StateDict,
         parts: TrainedParts,
         source: Path,
-        say: Say,
+        log: Log,
     ) -> StateDict:
         """Load a torch_dist checkpoint into the model and the optimizer, and return the rest.
 
@@ -129,7 +129,7 @@ class TorchDistFormat:
             state: everything but weights and optimizer, as a run without a checkpoint has it.
             parts: model, and the optimizer if its state is loaded.
             source: directory of the checkpoint.
-            say: prints a line on the first rank.
+            log: prints a line on the first rank.
 
         Raises:
             ValueError: it does not fit this run, is damaged, or has pickled code.
@@ -162,7 +162,7 @@ class TorchDistFormat:
                     fits=bool(agree(["fits"] if fitting else [])),
                     not_in_file=agree(differences.not_in_file),
                     not_in_model=unused,
-                    say=say,
+                    log=log,
                 )
             for key, chunk in named_chunks(model).items():
                 unwrap(chunk).load_state_dict(loaded[key], strict=differences is None)

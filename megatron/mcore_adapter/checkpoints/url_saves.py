@@ -26,8 +26,8 @@ from megatron.checkpoint.store.url_staging import directory_token, staged_direct
 from megatron.mcore_adapter.checkpoints.checkpoint_format import attempt
 from megatron.mcore_adapter.checkpoints.checkpoint_source import CheckpointSource
 from megatron.mcore_adapter.run.errors import RunError
-from megatron.mcore_adapter.run.files_beside import HISTORY, PICTURE, PROGRESS
 from megatron.mcore_adapter.run.first_rank import on_first_rank
+from megatron.mcore_adapter.run.report_files import HISTORY, PICTURE, PROGRESS
 
 BESIDE = (HISTORY, PICTURE, PROGRESS, CONFIG)
 """Patterns of the files that a run writes into the directory of its checkpoints."""

@@ -93,7 +93,7 @@ class LoopWatch:
         elif isinstance(error, KeyboardInterrupt):
             watch.exit(watch.interrupted())
         elif isinstance(error, FOR_THE_USER):
-            if not watch.tell(f"error: {error}"):
+            if not watch.report(f"error: {error}"):
                 complain(f"error: {error}")
         else:
             if isinstance(error, Exception):

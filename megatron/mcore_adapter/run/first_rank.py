@@ -17,7 +17,7 @@ from megatron.mcore_adapter.run.errors import RunError
 SECONDS_UNTIL_VISIBLE = 10.0
 """Time in which a shared file system shows every rank what the first one sees."""
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 """Prints one line for the user, on the first rank."""
 
 Result = TypeVar("Result")

@@ -132,7 +132,7 @@ class Watch:
 
     # ---- ends of a run, called on the main thread
 
-    def tell(self, text: str) -> bool:
+    def report(self, text: str) -> bool:
         """Print an error of this rank, unless another rank has printed one.
 
         Returns:
@@ -156,7 +156,7 @@ class Watch:
         iteration = self._hearts.iteration()
         if iteration:
             text += f" after iteration {iteration}"
-        if not self.tell(text) and environment_rank() == 0:
+        if not self.report(text) and environment_rank() == 0:
             self._print_report(text)
         return SIGINT_CODE
 
@@ -305,7 +305,7 @@ class Watch:
                 "rank 0, or the host of the store, has probably died: look at its log",
                 f"rank {beat.rank} was in {beat.position}, in iteration {beat.iteration + 1}",
                 f"error and stacks: {self._file}",
-                f"torch says: {text}",
+                f"error of torch: {text}",
             ]
             self._print_report("\n  ".join(lines))
         self.exit(1)

@@ -28,7 +28,7 @@ def test_the_engine_reads_the_generation_and_the_arguments_of_the_loop(
 
     arguments: list[Namespace] = []
     loop = ModuleType("megatron.training")
-    loop.get_args = get_args  # type: ignore[attr-defined]
+    loop.get_args = get_args
     monkeypatch.setitem(sys.modules, "megatron.training", loop)
     program = program_of(WORDS, monkeypatch)
     assert program.settings() == {"megatron_fsdp_version": 2}
