@@ -196,10 +196,9 @@ def print_torch_dcp_in_json(
     """
     stores.fetch(torch_dcp_dir)
     stored = StoredCheckpoint(torch_dcp_dir, verify_integrity)
-    content = {
-        key.replace("module.module", "model.module"): _group_number(stored, key)
-        for key in stored.metadata.state_dict_metadata
-    }
+    content = {}
+    for key in stored.metadata.state_dict_metadata:
+        content[key.replace("module.module", "model.module")] = _group_number(stored, key)
     text = json.dumps(content, indent=2)
     path = torch_dcp_dir / "param_to_param_group_map.json"
     if printer.is_first:

@@ -58,7 +58,9 @@ def assign(
     Raises:
         ValueError: lists the parameters that no group fits, or a number without a group.
     """
-    result = [OptimizerParamGroup(dict(fields), []) for fields in groups]
+    result = []
+    for fields in groups:
+        result.append(OptimizerParamGroup(dict(fields), []))
     known_numbers = numbers or {}
     problems = []
     for name, shape in shapes.items():
@@ -201,7 +203,10 @@ def parse_group_map(content: Mapping[str, Any], names: Iterable[str]) -> dict[st
             wrong.append(canonical)
     if wrong:
         raise ValueError(f"the map of param groups should hold numbers of groups: {some(wrong)}")
-    found = {name: numbers[name] for name in names if name in numbers}
+    found = {}
+    for name in names:
+        if name in numbers:
+            found[name] = numbers[name]
     if not found:
         raise ValueError("the map of param groups has no parameter of this checkpoint")
     return found

@@ -330,7 +330,10 @@ def _has_grouped_experts(state: TrainingState, engine: bool) -> bool:
 
     If the file names no experts, the arguments decide for layers of Transformer Engine.
     """
-    in_file = [path for name, path in state.module_names.items() if is_in_expert(name)]
+    in_file = []
+    for name, path in state.module_names.items():
+        if is_in_expert(name):
+            in_file.append(path)
     if in_file:
         return not any(".local_experts." in path for path in in_file)
     return engine and bool(getattr(state.args, "moe_grouped_gemm", False))

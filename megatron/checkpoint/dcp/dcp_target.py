@@ -159,8 +159,12 @@ class DcpTarget:
             staging: the directory.
             results: the results of the parts, by name.
         """
-        extra_files = {name: content() for name, content in self._extra_files.items()}
-        written = [results[part.name]["written"] for part in self.parts]
+        extra_files = {}
+        for name, content in self._extra_files.items():
+            extra_files[name] = content()
+        written = []
+        for part in self.parts:
+            written.append(results[part.name]["written"])
         SigningWriter(staging, extra_files=extra_files).finish(self.metadata(), written)
 
     def metadata(self) -> Metadata:
@@ -185,7 +189,9 @@ class EntryPlanner(DefaultSavePlanner):
 
     def __init__(self, entries: list[Entry], progress: Progress = ignore_progress):
         super().__init__(flatten_state_dict=False)
-        self._entries = {_write_item(entry).index: entry for entry in entries}
+        self._entries = {}
+        for entry in entries:
+            self._entries[_write_item(entry).index] = entry
         self._progress = progress
 
     def create_local_plan(self) -> SavePlan:
@@ -248,7 +254,9 @@ class EntryReader(FileSystemReader):
         super().__init__(name)
         self._metadata = target.metadata()
         self._metadata.storage_data = {}  # no entry has a place in a file
-        self._entries: dict[str, Entry] = {entry.key: entry for entry in target.entries}
+        self._entries: dict[str, Entry] = {}
+        for entry in target.entries:
+            self._entries[entry.key] = entry
 
     def __str__(self) -> str:
         return str(self.path)

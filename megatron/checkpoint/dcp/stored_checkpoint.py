@@ -82,9 +82,10 @@ class StoredCheckpoint:
     def _check_files(self) -> None:
         problems = list(self._integrity.problems_of_files(self.metadata))
         for key, chunks in self.chunks.items():
-            absent = [
-                chunk.offsets for chunk in chunks if (key, chunk.offsets) not in self._storage
-            ]
+            absent = []
+            for chunk in chunks:
+                if (key, chunk.offsets) not in self._storage:
+                    absent.append(chunk.offsets)
             if absent and all(self.shape(key)):
                 problems.append(f"{key}: its chunks at {absent[:3]} are nowhere in {METADATA}")
         for key in self.objects:
@@ -232,7 +233,9 @@ class StoredCheckpoint:
         payloads = [self._sound_payload(key, stored) for stored, _ in found]
         out = torch.empty(chunk.sizes, dtype=self.dtype(key))
         for (stored, part), payload in zip(found, payloads):
-            starts = [offset - first for offset, first in zip(part.offsets, stored.offsets)]
+            starts = []
+            for offset, first in zip(part.offsets, stored.offsets):
+                starts.append(offset - first)
             target = out[part.slices(chunk.offsets)]
             with durable.opened(payload.file, 0) as file:
                 read_chunk(file, payload, starts, target)

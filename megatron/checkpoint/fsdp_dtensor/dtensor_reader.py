@@ -62,7 +62,10 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
     """
     parameters, other_keys = _parameters_and_other_keys(stored)
     names = _canonical_names(parameters)
-    unknown = [name for name in parameters if key_rules.rule_of(names[name]) is None]
+    unknown = []
+    for name in parameters:
+        if key_rules.rule_of(names[name]) is None:
+            unknown.append(name)
     if not allow_unknown:
         refuse("parameters that no rule knows (--allow-unknown-keys carries them over)", unknown)
     moments, steps = _optimizer_state(stored, parameters)
@@ -70,7 +73,9 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
     _check_group_fields(fields, parameters, set(moments))
     groups = None
     if moments:
-        fields_of = {names[name]: fields.get(name, {}) for name in sorted(moments)}
+        fields_of = {}
+        for name in sorted(moments):
+            fields_of[names[name]] = fields.get(name, {})
         groups = param_groups.group_by_fields(fields_of)
     others = _OtherEntries(stored, other_keys)
     state = TrainingState(
@@ -290,7 +295,10 @@ class _OtherEntries:
 
     def read_below(self, prefix: str) -> Fields:
         """Read all entries whose keys begin with ``prefix``, by the rest of their keys."""
-        keys = [key for key in sorted(self.unread) if key.startswith(prefix)]
+        keys = []
+        for key in sorted(self.unread):
+            if key.startswith(prefix):
+                keys.append(key)
         return {key.removeprefix(prefix): self.read(key) for key in keys}
 
 

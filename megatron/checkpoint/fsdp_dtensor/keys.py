@@ -52,7 +52,11 @@ def without_layout(fields: Mapping[str, Any]) -> Fields:
 
     The field of experts' groups does: with one expert rank experts have no groups of their own.
     """
-    return {field: value for field, value in fields.items() if field != EXPERT_FIELD}
+    kept = {}
+    for field, value in fields.items():
+        if field != EXPERT_FIELD:
+            kept[field] = value
+    return kept
 
 
 def split_half(name: str) -> tuple[str, str]:

@@ -92,7 +92,10 @@ def _split_heads(tensor: LazyTensor, args: Namespace) -> list[LazyTensor]:
 
 def _head_shapes(shape: Shape, args: Namespace) -> list[Shape]:
     num_groups = num_query_groups(args)
-    return [(num_groups * width, *shape[1:]) for width in _group_widths(args)]
+    shapes = []
+    for width in _group_widths(args):
+        shapes.append((num_groups * width, *shape[1:]))
+    return shapes
 
 
 def _merge_fused_heads(theirs: Sequence[LazyTensor], args: Namespace) -> LazyTensor:
@@ -373,7 +376,9 @@ class Family:
 
         A setting that no rule reads has to be one of those without meaning.
         """
-        values: dict[str, Any] = {argument.name: argument.default for argument in ARGUMENTS}
+        values: dict[str, Any] = {}
+        for argument in ARGUMENTS:
+            values[argument.name] = argument.default
         values |= self.arguments | self.training
         problems: list[str] = []
         known = {*_IGNORED, *self.ignored}

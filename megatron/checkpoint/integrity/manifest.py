@@ -111,7 +111,11 @@ def files_of_rank(directory: Path, rank: int, world_size: int) -> list[str]:
         rank: the rank.
         world_size: number of ranks that share the work.
     """
-    return [name for name in _files(directory) if is_of_rank(name, rank, world_size)]
+    names = []
+    for name in _files(directory):
+        if is_of_rank(name, rank, world_size):
+            names.append(name)
+    return names
 
 
 def _files(directory: Path) -> list[str]:

@@ -194,7 +194,9 @@ class Store:
             return
         for folder in {target.parent for target in files.values()}:
             folder.mkdir(parents=True, exist_ok=True)
-        temporary = [str(durable.temporary_of(target)) for target in files.values()]
+        temporary = []
+        for target in files.values():
+            temporary.append(str(durable.temporary_of(target)))
         self._system.get(list(files), temporary)
         for name, target in zip(temporary, files.values()):
             os.replace(name, target)
@@ -238,7 +240,9 @@ class Store:
             name: name of the directory at the URL; empty for the URL itself.
             files: paths of the files in both directories.
         """
-        targets = [self._remote(PurePosixPath(name, file).as_posix()) for file in files]
+        targets = []
+        for file in files:
+            targets.append(self._remote(PurePosixPath(name, file).as_posix()))
         with errors_of(self.url):
             for parent in sorted({target.rpartition("/")[0] for target in targets}):
                 self._make_directory(parent)

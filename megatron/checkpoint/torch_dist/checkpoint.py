@@ -348,7 +348,9 @@ def extra_state_objects(
         extra_states: canonical name that ends in ``._extra_state`` -> the pickled state.
     """
     # By their keys: that of a norm inside a linear layer is the linear layer's.
-    values = {spelling.stacked_key(name): value for name, value in extra_states.items()}
+    values = {}
+    for name, value in extra_states.items():
+        values[spelling.stacked_key(name)] = value
     seen = set()
     for name in axes:
         if not key_rules.has_extra_state(name, spelling.transformer_engine):

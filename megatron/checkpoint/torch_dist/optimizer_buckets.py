@@ -85,7 +85,9 @@ def decode(
     model, placement = _find_layout(dense, experts, weights, args)
     for name, copies in placement.items():
         for slot in copies[0][0].buffer.slots:
-            tensors = [joined_tensor(model, name, slot, shards) for shards in copies]
+            tensors = []
+            for shards in copies:
+                tensors.append(joined_tensor(model, name, slot, shards))
             yield name, slot, first_of_equal(name, slot, tensors)
 
 
@@ -96,7 +98,10 @@ def _find_layout(
     args: Namespace | None,
 ) -> tuple[RegisteredModel, Placement]:
     """Find the layout that fits: the model in it, and where its parameters are."""
-    missing = [name for name in _NEEDED_ARGUMENTS if getattr(args, name, None) is None]
+    missing = []
+    for name in _NEEDED_ARGUMENTS:
+        if getattr(args, name, None) is None:
+            missing.append(name)
     found: list[tuple[RegisteredModel, Placement]] = []
     failures: dict[str, BucketLayout] = {}  # reason -> first layout that fails for it
     for layout in _possible_layouts(dense, experts, args):
@@ -170,7 +175,11 @@ def _possible_implementations(
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    divisors = []
+    for size in range(1, number + 1):
+        if number % size == 0:
+            divisors.append(size)
+    return divisors
 
 
 def joined_tensor(
@@ -199,7 +208,9 @@ def joined_tensor(
     if num_shards > len(shards):
         raise ValueError(f"{name} is divided among {num_shards} ranks, but {len(shards)} have it")
     shape = model.shard(name).shape
-    tensors = [_shard_tensor(shard, slot, shape) for shard in shards[:num_shards]]
+    tensors = []
+    for shard in shards[:num_shards]:
+        tensors.append(_shard_tensor(shard, slot, shape))
     if num_shards == 1:
         return tensors[0]
     if dim == 1:

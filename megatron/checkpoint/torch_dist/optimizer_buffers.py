@@ -358,7 +358,9 @@ def check_bucket_sizes(
         expected = []
         for sizes_of_dtypes in read_sharded_object(stored, key):
             expected += [list(sizes) for sizes in sizes_of_dtypes.values()]
-        actual = [buffer.lengths for buffer in buffers.get(owner, [])]
+        actual = []
+        for buffer in buffers.get(owner, []):
+            actual.append(buffer.lengths)
         if expected != actual:
             raise ValueError(
                 f"the buckets should have {expected} elements by {key}, but they have {actual}"

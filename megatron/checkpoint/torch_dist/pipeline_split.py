@@ -119,7 +119,10 @@ def place_experts(
             numbers = range(expert_rank * experts_of_rank, (expert_rank + 1) * experts_of_rank)
             contents: list[tuple[str, list[ParameterShard]]] = []
             for shards in chunks_of_stage:
-                mine = [shard for shard in shards if expert_number(shard.name) in numbers]
+                mine = []
+                for shard in shards:
+                    if expert_number(shard.name) in numbers:
+                        mine.append(shard)
                 contents += shards_by_dtype(model, mine).items()
             # With two stages of two expert-parallel and two expert-tensor-parallel ranks, the ranks
             # 4 and 5 of eight have the first half of the experts in stage 1: 2 * (0 + 2 * 1) = 4.

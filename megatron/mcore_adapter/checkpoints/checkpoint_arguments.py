@@ -175,7 +175,10 @@ def layers_without_rotation(args: argparse.Namespace) -> list[int]:
     pattern = args.no_rope_freq or [0]
     if isinstance(pattern, int):  # 4: three layers rotate, the fourth does not, and so on
         pattern = [0] * (pattern - 1) + [1]
-    return [pattern[number % len(pattern)] for number in range(args.num_layers)]
+    without = []
+    for number in range(args.num_layers):
+        without.append(pattern[number % len(pattern)])
+    return without
 
 
 ONE_SPELLING: dict[str, Callable[[argparse.Namespace], Any]] = {

@@ -91,7 +91,12 @@ def find_source(args: argparse.Namespace, log: Log, damage: Damage) -> Checkpoin
         else:
             iteration = _newest_sound(root, args, damage)
         if iteration is None and is_model_directory(Path(root)):
-            return CheckpointSource(Path(root), directory.RELEASE, True, is_newest=False)
+            return CheckpointSource(
+                path=Path(root),
+                iteration=directory.RELEASE,
+                weights_only=True,
+                is_newest=False,
+            )
         if iteration is None:
             continue
         path = directory.find(root, iteration)
@@ -160,7 +165,8 @@ def continues_in(save: str | None, source: CheckpointSource | None) -> bool:
     """Return True if the run resumes from a checkpoint of its --save directory."""
     if not save or source is None or source.weights_only:
         return False
-    return source.path.parent.resolve() == Path(save).resolve()
+    root = source.path.parent
+    return root.resolve() == Path(save).resolve()
 
 
 def continues(args: argparse.Namespace, source: CheckpointSource | None) -> bool:
@@ -176,7 +182,9 @@ def is_own(args: argparse.Namespace) -> bool:
     """Return True if --load and --save name the same directory, from which the run resumes."""
     if not args.save or not args.load or args.finetune:
         return False
-    return Path(args.load).resolve() == Path(args.save).resolve()
+    load = Path(args.load)
+    save = Path(args.save)
+    return load.resolve() == save.resolve()
 
 
 # ---- the newest checkpoint
@@ -339,8 +347,10 @@ def _absent(root: str, iteration: int | str) -> str:
 
 def _checkpoints_in(root: str) -> str:
     """Return the names of the checkpoints of a directory."""
-    paths = [*Path(root).glob("iter_*"), *Path(root).glob(directory.RELEASE)]
-    return ", ".join(sorted(path.name for path in paths)) or "none"
+    folder = Path(root)
+    paths = [*folder.glob("iter_*"), *folder.glob(directory.RELEASE)]
+    names = sorted(path.name for path in paths)
+    return ", ".join(names) or "none"
 
 
 def _damage_of(path: Path, args: argparse.Namespace) -> str | None:

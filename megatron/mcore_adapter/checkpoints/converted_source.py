@@ -91,7 +91,10 @@ def _share_comparisons(source: Path, state: TrainingState) -> None:
 
     This compares whole tensors, which the ranks divide among them.
     """
-    names = [name for name, is_fresh in state.is_fresh.items() if is_fresh.known is None]
+    names = []
+    for name, is_fresh in state.is_fresh.items():
+        if is_fresh.known is None:
+            names.append(name)
     # Sorted by size and dealt to the ranks in turn, so that all shares have about the same size.
     names.sort(key=lambda name: (-state.weights[name].num_bytes, name))
     fresh = []

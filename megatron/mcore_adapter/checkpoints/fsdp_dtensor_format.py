@@ -102,7 +102,8 @@ class FsdpDtensorFormat:
         content["model"] = model_entries(model, names)
         content["model"].update(extra_states(model, names.name))
         if optimizer is not None:
-            content["optimizer"] = optimizer_entries(model, optimizer, own_prefix(model), names)
+            prefix = own_prefix(model)
+            content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
             if optimizer.grad_scaler is not None:
                 content["grad_scaler"] = optimizer.grad_scaler.state_dict()
         return content
@@ -179,7 +180,13 @@ class FsdpDtensorFormat:
             reader = open_converted(source, args, log)
         stored = _read_metadata(reader)
         names = EntryNames.of(args, names_in_file(stored))
-        content = _content_to_load(args=args, state=state, parts=parts, stored=stored, names=names)
+        content = _content_to_load(
+            args=args,
+            state=state,
+            parts=parts,
+            stored=stored,
+            names=names,
+        )
         changed: dict[str, StateDict] = {}
         if optimizer is not None:
             changed = ask_for_momentum(content["optimizer"], stored, names.gated)
@@ -235,7 +242,8 @@ def _content_to_load(
     if OPERATIONS not in stored:
         del content[OPERATIONS]
     content["model"] = model_entries(model, names)
-    content["model"].update(scales_to_load(args, model, names.name, stored))
+    scales = scales_to_load(args, model, names.name, stored)
+    content["model"].update(scales)
     if optimizer is not None:
         own_names = [names.name(name) for name in named_parameters(model)]
         prefix = wrapper_prefix(stored, own_names)
@@ -283,7 +291,7 @@ class EntryNames:
         """Return True if the file has the parameter or buffer that the model calls ``own``.
 
         A last stage that predicts several tokens has the embedding, and Megatron-Core makes a
-        weight of the output layer beside it that nothing uses. Other layouts do not have it.
+        further weight of the output layer that nothing uses. Other layouts do not have it.
         """
         return not (self.is_tied and plain_name(own) == "output_layer.weight")
 
@@ -297,7 +305,8 @@ def model_entries(model: Model, names: EntryNames) -> StateDict:
                 continue
             name = MODEL_PREFIX + names.name(key)
             if is_linked(value):
-                entries.update(entries_of(name, value, sharded_param_of(value), names.gated))
+                sharded = sharded_param_of(value)
+                entries.update(entries_of(name, value, sharded, names.gated))
             else:
                 entries[name] = value
     return entries
@@ -322,7 +331,10 @@ def optimizer_entries(
     def name_in_file(wrapped: str) -> str:
         return prefix + names.name(wrapped)
 
-    stored = {name: slots for name, slots in raw["state"].items() if names.is_stored(name)}
+    stored = {}
+    for name, slots in raw["state"].items():
+        if names.is_stored(name):
+            stored[name] = slots
     settings = {}
     for wrapped, fields in raw[SETTINGS].items():
         if names.is_stored(wrapped):
@@ -397,13 +409,15 @@ def _with_rng_of_file(state: StateDict, stored: Mapping[str, Any]) -> StateDict:
     the file has another number of them than this run.
     """
     state = dict(state)
-    if "rng_state" in state and any(key.startswith("rng_state.") for key in stored):
+    has_stored_state = any(key.startswith("rng_state.") for key in stored)
+    if "rng_state" in state and has_stored_state:
         own_states = state.pop("rng_state")
         prefix = f"rng_state.{_rng_key()}."
         data_ranks = set()
         for key in stored:
             if key.startswith(prefix):
-                data_ranks.add(key.removeprefix(prefix).split(".")[0])
+                data_rank, _, _ = key.removeprefix(prefix).partition(".")
+                data_ranks.add(data_rank)
         if data_ranks and len(own_states) in (1, len(data_ranks)):
             state["rng_state"] = [copy.deepcopy(own_states[0]) for _ in data_ranks]
     return _with_rng_by_stage(state)  # the check reports missing entries
@@ -517,7 +531,14 @@ def _requested_nowhere(keys: list[str], requested: Container[str]) -> list[str]:
         requested: the keys of the entries that this rank requests.
     """
     # One number for each key, since the keys of all ranks would be too many to gather.
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    counts = torch.tensor([key in requested for key in keys], dtype=torch.uint8, device=device)
+    device: torch.device | str | None = "cpu"
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+    is_requested = [key in requested for key in keys]
+    counts = torch.tensor(is_requested, dtype=torch.uint8, device=device)
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-    return [key for key, count in zip(keys, counts.tolist()) if count == 0]
+    unrequested = []
+    for key, count in zip(keys, counts.tolist()):
+        if count == 0:
+            unrequested.append(key)
+    return unrequested

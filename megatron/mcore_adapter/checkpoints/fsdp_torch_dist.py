@@ -90,25 +90,34 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
                 of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
                 slots.update(_canonical(of_optimizer["state"]))
                 settings.update(_canonical(of_optimizer[SETTINGS]))
-            layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
+            whole_names = []
+            for name in weights:
+                whole_name, _ = split_half(name)
+                whole_names.append(whole_name)
+            layout = StackedLayout.of(args, whole_names)
             entries.extend(_random_state(state))
             scales = _canonical(extra_states(model, names.name))
             entries.extend(extra_state_objects(layout.axes_of_names, layout.spelling, scales))
-            entries.extend(
-                _tensors(
-                    layout=layout,
-                    weights=weights,
-                    slots=slots,
-                    compute_dtypes=_compute_dtypes(model),
-                    # Not by its param groups: a stage may have only the embedding.
-                    has_distributed=args.optimizer not in MUON,
-                )
+            tensors = _tensors(
+                layout=layout,
+                weights=weights,
+                slots=slots,
+                compute_dtypes=_compute_dtypes(model),
+                # Not by its param groups: a stage may have only the embedding.
+                has_distributed=args.optimizer not in MUON,
             )
+            entries.extend(tensors)
 
         problems = attempt(collect_own)
         if problems:
             raise ValueError("\n".join(problems))
-        makers = other_files(_common_state(state, settings, slots, optimizer))
+        common = _common_state(
+            state=state,
+            settings=settings,
+            slots=slots,
+            optimizer=optimizer,
+        )
+        makers = other_files(common)
         files = {}
         if dist.get_rank() == 0:
             for name, make in makers.items():
@@ -128,7 +137,8 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
         """
         entries = [_lazy(entry) for entry in content["entries"]]
         writer = SigningWriter(target, extra_files=content["files"])
-        return self._save(args, {}, writer, partial(_Planner, entries))
+        make_planner = partial(_Planner, entries)
+        return self._save(args, {}, writer, make_planner)
 
 
 class _Planner(EvenPlanner):
@@ -144,7 +154,8 @@ class _Planner(EvenPlanner):
         self._entries = EntryPlanner(entries)
 
     def own_entries(self) -> tuple[list[WriteItem], None]:
-        return self._entries.create_local_plan().items, None
+        plan = self._entries.create_local_plan()
+        return plan.items, None
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self._entries.resolve_data(write_item)
@@ -173,7 +184,8 @@ def _lazy(entry: ChunkEntry | ObjectEntry) -> Entry:
     """Return the entry in the form that the planner accepts, converted when it is read."""
     if isinstance(entry, ObjectEntry):
         return entry
-    elements = in_memory(entry.elements).to(entry.dtype)
+    elements = in_memory(entry.elements)
+    elements = elements.to(entry.dtype)
     return TensorEntry(entry.key, entry.shape, entry.offsets, elements)
 
 
@@ -268,7 +280,8 @@ def _local_chunks(value: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.
     assert part is not None  # every DTensor of a sharded model has one
     local = as_chunked_tensor(value._local_tensor.detach(), part)
     for offsets, _ in part.chunks:
-        yield offsets, local.__get_tensor_shard__(MetadataIndex("", torch.Size(offsets)))
+        index = MetadataIndex("", torch.Size(offsets))
+        yield offsets, local.__get_tensor_shard__(index)
 
 
 def _tensors(
@@ -288,16 +301,19 @@ def _tensors(
         has_distributed: True for the state of a distributed optimizer.
     """
     for entry, value in weights.items():
-        dtype = compute_dtypes.get(split_half(entry)[0], value.dtype)
+        name, _ = split_half(entry)
+        dtype = compute_dtypes.get(name, value.dtype)
         yield from layout.chunks(entry, "", value, dtype)
         if entry in slots:
             main = main_slot(has_distributed, dtype)
             if main:
-                yield from layout.chunks(entry, f"optimizer.state.{main}.", value, torch.float32)
+                prefix = f"optimizer.state.{main}."
+                yield from layout.chunks(entry, prefix, value, torch.float32)
     for entry, values in slots.items():
         for slot, value in values.items():
             if slot != "step":
-                yield from layout.chunks(entry, f"optimizer.state.{slot}.", value, torch.float32)
+                prefix = f"optimizer.state.{slot}."
+                yield from layout.chunks(entry, prefix, value, torch.float32)
 
 
 # ---- random state and common state
@@ -340,7 +356,9 @@ def _common_state(
         common.grad_scaler = optimizer.grad_scaler.state_dict()
     own_groups = []
     for group in param_groups.group_by_fields(settings):
-        own_groups.append((group.fields, max(_steps(group.names, slots), default=None)))
+        steps = _steps(group.names, slots)
+        step = max(steps, default=None)
+        own_groups.append((group.fields, step))
     groups_of_ranks: list[list[Any]] = [[]] * dist.get_world_size()
     dist.all_gather_object(groups_of_ranks, own_groups)
     fields_of: dict[str, StateDict] = {}

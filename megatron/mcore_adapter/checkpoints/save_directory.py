@@ -75,7 +75,7 @@ def reserved(args: argparse.Namespace, log: Log) -> Iterator[None]:
             on_first_rank(lambda: _reserve(args, log, stack))
         yield
         if is_at_url and not args.skip_train:
-            on_first_rank(lambda: url_saves.upload_beside(args.save))
+            on_first_rank(lambda: url_saves.upload_report_files(args.save))
 
 
 def _reserve(args: argparse.Namespace, log: Log, stack: ExitStack) -> None:
@@ -106,11 +106,15 @@ def _reserve(args: argparse.Namespace, log: Log, stack: ExitStack) -> None:
             locks.enter_context(locked(root, log))
         else:
             store.tidy()
-            url_saves.fetch_beside(root)
+            url_saves.fetch_report_files(root)
         _check_non_persistent(args)
         if args.non_persistent_global_ckpt_dir:
             locks.enter_context(locked(Path(args.non_persistent_global_ckpt_dir), log))
-        if not is_own(args) and (directory.iterations(root) or (root / directory.TRACKER).exists()):
+        has_others = False
+        if not is_own(args):
+            has_tracker = (root / directory.TRACKER).exists()
+            has_others = has_tracker or bool(directory.iterations(root))
+        if has_others:
             refuse_overwriting(args, find_source(args, lambda line: None, {}))
         for path in (root, root / NON_PERSISTENT, args.non_persistent_global_ckpt_dir):
             if path and Path(path).is_dir():
@@ -138,7 +142,8 @@ def _check_non_persistent(args: argparse.Namespace) -> None:
                 )
     root = non_persistent_root(args, args.save)
     present = directory.iterations(root)
-    if present and args.non_persistent_save_interval and not (is_own(args) or args.overwrite):
+    may_replace = is_own(args) or args.overwrite
+    if present and args.non_persistent_save_interval and not may_replace:
         raise ValueError(
             f"{root} has {_name_of(present[0])} already, which this run would overwrite: name"
             " another directory, or --overwrite moves it aside"
@@ -319,7 +324,10 @@ def locked(folder: Path, log: Log) -> Iterator[None]:
         RunError: another run has locked it, still after :data:`WAIT_SECONDS`; the message names
             that run.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = []
+    for path in (folder, *folder.parents):
+        if not path.exists():
+            made.append(path)
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = None
     try:
@@ -351,11 +359,13 @@ def _acquire(folder: Path, log: Log) -> int | None:
     deadline = time.monotonic() + WAIT_SECONDS
     is_announced = False
     while True:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(folder / LOCK, flags, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another run"
+            content = os.pread(descriptor, 1000, 0)
+            holder = content.decode(errors="replace") or "another run"
             os.close(descriptor)
             if error.errno in _UNSUPPORTED:
                 log(f"--save {folder} cannot be locked, do not start two runs in it: {error}")
@@ -382,7 +392,9 @@ def _acquire(folder: Path, log: Log) -> int | None:
 def _is_current(descriptor: int, path: Path) -> bool:
     """Return True if the open file is still the one at its path."""
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        locked_file = os.fstat(descriptor)
+        file_now = os.stat(path)
+        return os.path.samestat(locked_file, file_now)
     except FileNotFoundError:
         return False
 

@@ -148,7 +148,10 @@ class TorchDistFormat:
             content = sharded_state(state, parts, metadata, is_loading=True)
             _drop_absent_random_state(content, source)
             models = [content[key] for key in named_chunks(model)]
-            own_keys = {entry.key for entry in nested_values(models) if hasattr(entry, "key")}
+            own_keys = set()
+            for entry in nested_values(models):
+                if hasattr(entry, "key"):
+                    own_keys.add(entry.key)
             not_requested = tuple({"optimizer", "rng_state"} - content.keys())
             loaded, differences = _load_sharded(args, content, source)
             if differences is not None:
@@ -375,11 +378,22 @@ def sharded_random_state(states: list[dict[str, Any]]) -> ShardedObject:
     ]
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     if parallel_state.get_expert_model_parallel_world_size() == 1:
-        return ShardedObject("rng_state", states, tuple(shape), tuple(offset), replica_id=data_rank)
+        return ShardedObject(
+            "rng_state",
+            data=states,
+            global_shape=tuple(shape),
+            global_offset=tuple(offset),
+            replica_id=data_rank,
+        )
     offset.append(data_rank)
     shape.append(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
     state = states[data_rank % len(states)]
-    return ShardedObject("rng_state", [state], tuple(shape), tuple(offset))
+    return ShardedObject(
+        "rng_state",
+        data=[state],
+        global_shape=tuple(shape),
+        global_offset=tuple(offset),
+    )
 
 
 def named_chunks(model: list[MegatronModule]) -> dict[str, MegatronModule]:
@@ -432,7 +446,10 @@ def _for_chain(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> dict[Any,
             if "optimizer" in state[number]:
                 stored.append(state[number])
     fits = is_stored_single == is_single and len(stored) == len(chain)
-    if fits or not stored or len(list(distributed_optimizers(optimizer))) < len(chain):
+    if fits or not stored:
+        return state
+    num_distributed = len(list(distributed_optimizers(optimizer)))
+    if num_distributed < len(chain):
         return state
     groups: list[dict[str, Any]] = []
     substitutes: list[dict[str, Any]] = []  # before the groups, which have precedence
@@ -449,7 +466,11 @@ def _for_chain(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> dict[Any,
 
 def _without_numbers(state: dict[Any, Any]) -> dict[Any, Any]:
     """Return the entries of a state that are not those of an optimizer in a chain."""
-    return {key: value for key, value in state.items() if not isinstance(key, int)}
+    common = {}
+    for key, value in state.items():
+        if not isinstance(key, int):
+            common[key] = value
+    return common
 
 
 def _keeping_step(

@@ -116,7 +116,11 @@ class LoopCheckpoints:
             original(**given)
             return
         iteration = given["iteration"]
-        parts = TrainedParts(given["model"], given["optimizer"], given["opt_param_scheduler"])
+        parts = TrainedParts(
+            model=given["model"],
+            optimizer=given["optimizer"],
+            scheduler=given["opt_param_scheduler"],
+        )
         progress = Progress(
             iteration=iteration,
             consumed_train_samples=args.consumed_train_samples,
@@ -162,7 +166,11 @@ class LoopCheckpoints:
             raise RunError(str(error)) from error
 
     def _load(self, args: argparse.Namespace, given: Arguments) -> tuple[int, float]:
-        parts = TrainedParts(given["ddp_model"], given["optimizer"], given["opt_param_scheduler"])
+        parts = TrainedParts(
+            model=given["ddp_model"],
+            optimizer=given["optimizer"],
+            scheduler=given["opt_param_scheduler"],
+        )
         with metadata_read_once(), collector_paused():
             source = checkpointing.choose_source(args, log)
             if source is None:
@@ -227,7 +235,8 @@ class LoopCheckpoints:
         if stored is not None:
             content["args"] = stored
         form = self._loop.CheckpointType.FSDP_DTENSOR
-        return content, str(source.path), source.iteration == directory.RELEASE, form
+        is_release = source.iteration == directory.RELEASE
+        return content, str(source.path), is_release, form
 
     def start_worker(self, original: Function, given: Arguments) -> None:
         """Start the loop's process for its own saves alone: those of this project have others."""
@@ -266,7 +275,8 @@ class LoopCheckpoints:
         """Return a copy of the loop's arguments with those that it does not know."""
         if args is None:
             args = self._loop.get_args()
-        return argparse.Namespace(**{**self._defaults, **vars(args)})
+        values = {**self._defaults, **vars(args)}
+        return argparse.Namespace(**values)
 
     def _lock(self, root: str) -> None:
         """Lock a directory of checkpoints for this run, and remove the files of killed saves."""
@@ -284,7 +294,8 @@ class LoopCheckpoints:
         """Return the saves in the background, which begin with the first call; a collective."""
         if self._saves is None:
             assert self._parts is not None, "the loop has set the model up"
-            device = next(self._parts.model[0].parameters()).device
+            first_parameter = next(self._parts.model[0].parameters())
+            device = first_parameter.device
             args = self._args()
             saves = BackgroundSaves(
                 args, device, log, lambda progress: self._report_published(args.save, progress)
