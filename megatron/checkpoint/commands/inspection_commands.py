@@ -79,7 +79,8 @@ def inspect(
         if entry.shape is not None:
             shape = str(entry.shape)
             num_tensors += 1
-        rows.append((entry.key, entry.dtype, shape, readable(entry.bytes)))
+        size = readable(entry.bytes)
+        rows.append((entry.key, entry.dtype, shape, size))
     size = readable(sum(entry.bytes for entry in entries))
     printer.text(f"{opened.directory}, format {opened.format}")
     printer.text(table(rows))
@@ -198,7 +199,8 @@ def print_torch_dcp_in_json(
     stored = StoredCheckpoint(torch_dcp_dir, verify_integrity)
     content = {}
     for key in stored.metadata.state_dict_metadata:
-        content[key.replace("module.module", "model.module")] = _group_number(stored, key)
+        name = key.replace("module.module", "model.module")
+        content[name] = _group_number(stored, key)
     text = json.dumps(content, indent=2)
     path = torch_dcp_dir / "param_to_param_group_map.json"
     if printer.is_first:

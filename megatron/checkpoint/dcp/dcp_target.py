@@ -94,7 +94,8 @@ Entry = TensorEntry | ObjectEntry
 
 def whole(key: str, tensor: LazyTensor) -> TensorEntry:
     """Return the entry of a tensor in one chunk."""
-    return TensorEntry(key, tensor.shape, (0,) * len(tensor.shape), tensor)
+    offsets = (0,) * len(tensor.shape)
+    return TensorEntry(key, tensor.shape, offsets, tensor)
 
 
 class DcpTarget:
@@ -129,7 +130,12 @@ class DcpTarget:
         self.parts = []
         for number, chosen in enumerate(_in_parts(self.entries)):
             num_bytes = sum(_num_bytes(entry) for entry in chosen)
-            self.parts.append(Part(f"{number:05d}", num_bytes, self._writer(number, chosen)))
+            part = Part(
+                name=f"{number:05d}",
+                num_bytes=num_bytes,
+                write=self._writer(number, chosen),
+            )
+            self.parts.append(part)
 
     def _writer(
         self,
@@ -165,7 +171,8 @@ class DcpTarget:
         written = []
         for part in self.parts:
             written.append(results[part.name]["written"])
-        SigningWriter(staging, extra_files=extra_files).finish(self.metadata(), written)
+        writer = SigningWriter(staging, extra_files=extra_files)
+        writer.finish(self.metadata(), written)
 
     def metadata(self) -> Metadata:
         """Return ``.metadata`` without the places of the entries in files."""
@@ -196,7 +203,8 @@ class EntryPlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Return the plan of this rank: to write all of its entries."""
-        self.plan = SavePlan([_write_item(entry) for entry in self._entries.values()])
+        items = [_write_item(entry) for entry in self._entries.values()]
+        self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -214,7 +222,8 @@ def _write_item(entry: Entry) -> WriteItem:
     shape = torch.Size(entry.shape)
     offsets = torch.Size(entry.offsets)
     chunk = ChunkStorageMetadata(offsets, torch.Size(entry.sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=entry.tensor.dtype), shape)
+    properties = TensorProperties(dtype=entry.tensor.dtype)
+    data = TensorWriteData(chunk, properties, shape)
     index = MetadataIndex(entry.key, offsets)
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
@@ -269,7 +278,8 @@ class EntryReader(FileSystemReader):
         """Read the entries of a plan."""
         items_of: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            items_of.setdefault(item.storage_index.fqn, []).append(item)
+            items_of_key = items_of.setdefault(item.storage_index.fqn, [])
+            items_of_key.append(item)
         for key, items in items_of.items():
             entry = self._entries[key]
             if isinstance(entry, TensorEntry):

@@ -153,7 +153,8 @@ def without_others(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if not tensor.is_contiguous() or not tensor.numel():
         return tensor.clone()
-    return torch.frombuffer(bytes_of(tensor), dtype=tensor.dtype).view(tensor.shape)
+    elements = torch.frombuffer(bytes_of(tensor), dtype=tensor.dtype)
+    return elements.view(tensor.shape)
 
 
 class _Stream(io.RawIOBase):

@@ -50,7 +50,10 @@ def target(
     shapes = {}
     for name, tensor in state.weights.items():
         shapes[name] = tensor.shape
-    gated = {name for name in shapes if key_rules.has_halves(name, shapes)}
+    gated = set()
+    for name in shapes:
+        if key_rules.has_halves(name, shapes):
+            gated.add(name)
     _check_gated(state, gated, must_be_gated, gated_modules)
     entries = _EntryList(
         state,

@@ -85,7 +85,8 @@ def _split_heads(tensor: LazyTensor, args: Namespace) -> list[LazyTensor]:
     first = 0  # row of the queries, the key or the value in a group
     for width in widths:
         starts = range(first, tensor.num_rows, sum(widths))
-        theirs.append(concatenate([tensor.rows(start, start + width) for start in starts]))
+        parts = [tensor.rows(start, start + width) for start in starts]
+        theirs.append(concatenate(parts))
         first += width
     return theirs
 
@@ -107,7 +108,8 @@ def _merge_fused_heads(theirs: Sequence[LazyTensor], args: Namespace) -> LazyTen
     heads = args.num_attention_heads
     width = args.kv_channels
     columns = torch.arange(3 * heads * width)
-    order = columns.view(3, heads, width).transpose(0, 1).reshape(-1)
+    by_head = columns.view(3, heads, width).transpose(0, 1)
+    order = by_head.reshape(-1)
     return _transposed(theirs[0], after=order)
 
 
@@ -116,7 +118,8 @@ def _split_fused_heads(tensor: LazyTensor, args: Namespace) -> list[LazyTensor]:
     heads = args.num_attention_heads
     width = args.kv_channels
     rows = torch.arange(3 * heads * width)
-    order = rows.view(heads, 3, width).transpose(0, 1).reshape(-1)
+    by_part = rows.view(heads, 3, width).transpose(0, 1)
+    order = by_part.reshape(-1)
     return [_transposed(tensor, before=order)]
 
 
@@ -352,7 +355,8 @@ class Family:
         """Yield all tensors of the model of ``args``."""
         for row in self.outside:
             if row.where(args, 0):
-                yield Pairing(row.ours, tuple(row.theirs.split()), row.rearrangement)
+                names = tuple(row.theirs.split())
+                yield Pairing(row.ours, names, row.rearrangement)
         for number in range(args.num_layers):
             ours = f"decoder.layers.{number}."
             theirs = f"{self.layers}{number}."

@@ -123,7 +123,8 @@ def _find_layout(
             "the optimizer's buckets fit several layouts, and the checkpoint's args lack"
             f" {', '.join(missing)}"
         )
-        raise ValueError(listed(title, [str(model.layout) for model, _ in found]))
+        layouts = [str(model.layout) for model, _ in found]
+        raise ValueError(listed(title, layouts))
     return found[0]
 
 
@@ -229,7 +230,9 @@ def _with_halves_joined(shards: Sequence[LazyTensor]) -> LazyTensor:
     """
     half = shards[0].num_rows // 2
     gates = [shard.rows(0, half) for shard in shards]
-    others = [shard.rows(half, 2 * half) for shard in shards]
+    others = []
+    for shard in shards:
+        others.append(shard.rows(half, 2 * half))
     return concatenate([*gates, *others])
 
 
@@ -238,9 +241,11 @@ def _side_by_side(shards: Sequence[LazyTensor]) -> LazyTensor:
     rows, columns = shards[0].shape
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
-        return torch.cat([shard.read_rows(start, stop) for shard in shards], dim=1)
+        parts = [shard.read_rows(start, stop) for shard in shards]
+        return torch.cat(parts, dim=1)
 
-    return LazyTensor((rows, columns * len(shards)), shards[0].dtype, read_rows)
+    shape = (rows, columns * len(shards))
+    return LazyTensor(shape, shards[0].dtype, read_rows)
 
 
 def _shard_tensor(shard: StoredShard, slot: str, shape: Shape) -> LazyTensor:
@@ -248,7 +253,12 @@ def _shard_tensor(shard: StoredShard, slot: str, shape: Shape) -> LazyTensor:
     row = math.prod(shape[1:])
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
-        elements = shard.buffer.read(slot, shard.location, start * row, stop * row)
+        elements = shard.buffer.read(
+            slot,
+            location=shard.location,
+            start=start * row,
+            stop=stop * row,
+        )
         return elements.reshape(stop - start, *shape[1:])
 
     return LazyTensor(shape, shard.buffer.slots[slot], read_rows)

@@ -135,7 +135,8 @@ def place_experts(
 def add_copies(placement: Placement, ranks: Sequence[Sequence[StoredShard]]) -> None:
     """Add a copy of every parameter of a model chunk, whose ranks have them in one order."""
     for shards in zip(*ranks):
-        placement.setdefault(shards[0].name, []).append(list(shards))
+        placements = placement.setdefault(shards[0].name, [])
+        placements.append(list(shards))
 
 
 def shards_by_dtype(
@@ -145,7 +146,8 @@ def shards_by_dtype(
     """Group shards by the dtype that the parameter has in the model, as text."""
     found: dict[str, list[ParameterShard]] = {}
     for shard in shards:
-        found.setdefault(model.dtype(shard.name), []).append(shard)
+        shards_of_dtype = found.setdefault(model.dtype(shard.name), [])
+        shards_of_dtype.append(shard)
     return found
 
 
