@@ -7,6 +7,7 @@ import argparse
 import copy
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,6 @@ class FsdpDtensorFormat:
             ValueError: on every rank, before anything is overwritten, with the entries that are
                 missing on any rank or have another shape.
         """
-        model = parts.model
         optimizer = parts.optimizer
         reader: StorageReader = SafeReader(source)
         if format_of(source) != FSDP_DTENSOR:
@@ -190,12 +190,7 @@ class FsdpDtensorFormat:
         changed: dict[str, StateDict] = {}
         if optimizer is not None:
             changed = ask_for_momentum(content["optimizer"], stored, names.gated)
-        fit_padding(
-            content,
-            stored,
-            VocabularyArguments.of(args),
-            lambda: VocabularyArguments.of(_read_args(reader)),
-        )
+        fit_padding(content, stored, VocabularyArguments.of(args), partial(_vocabulary_of, reader))
         _check(
             content=content,
             stored=stored,
@@ -207,16 +202,29 @@ class FsdpDtensorFormat:
             drop_absent_settings(content["optimizer"][SETTINGS], stored)
         _read(content, reader)
         # Weights and moments were read in place. Values derived from them are updated here.
-        for chunk in model:
-            load_own_state(chunk, lambda key: content["model"].get(MODEL_PREFIX + names.name(key)))
+        _load_own_states(parts.model, content["model"], names)
         if optimizer is not None:
-            _load_settings(model, optimizer, content["optimizer"][SETTINGS], names)
+            _load_settings(parts.model, optimizer, content["optimizer"][SETTINGS], names)
             take_momentum(changed, optimizer, content, log)
             if "grad_scaler" in content:
                 optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
         if "rng_state" in content:
             content["rng_state"] = content["rng_state"][_rng_key()]
         return content
+
+
+def _vocabulary_of(reader: StorageReader) -> VocabularyArguments:
+    return VocabularyArguments.of(_read_args(reader))
+
+
+def _load_own_states(model: Model, entries: StateDict, names: EntryNames) -> None:
+    """Update what modules of the model derive from their weights, after these were read."""
+
+    def value_of(key: str) -> Any:
+        return entries.get(MODEL_PREFIX + names.name(key))
+
+    for chunk in model:
+        load_own_state(chunk, value_of)
 
 
 def _content_to_load(

@@ -90,10 +90,7 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
                 of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
                 slots.update(_canonical(of_optimizer["state"]))
                 settings.update(_canonical(of_optimizer[SETTINGS]))
-            whole_names = []
-            for name in weights:
-                whole_name, _ = split_half(name)
-                whole_names.append(whole_name)
+            whole_names = [split_half(name)[0] for name in weights]
             layout = StackedLayout.of(args, whole_names)
             entries.extend(_random_state(state))
             scales = _canonical(extra_states(model, names.name))
