@@ -84,7 +84,7 @@ def main(build: BuildDatasets = build_datasets) -> int:
         set_up_logging(args.logging_level)
         check_model(args, sys.argv[1:], parse)
         for note in notes:
-            environment.say(note)
+            environment.log(note)
     except CommandLineError as error:
         complain(str(error))
         return 2
@@ -113,7 +113,7 @@ def main(build: BuildDatasets = build_datasets) -> int:
 def dry_run(args: argparse.Namespace) -> int:
     """Print what follows from the arguments, and return the exit code."""
     try:
-        print_dry_run(args, environment.say)
+        print_dry_run(args, environment.log)
     except (ValueError, NotImplementedError, OSError, RunError) as error:
         complain(f"error: {error}")
         return 1
@@ -126,7 +126,7 @@ def complain(message: str, watch: Watch | None = None) -> None:
     Before ranks know of each other the first prints at once, and torchrun then ends the others
     before they do.
     """
-    if watch is not None and watch.tell(message):
+    if watch is not None and watch.report(message):
         return
     if environment.environment_rank() != 0:
         time.sleep(GRACE_SECONDS)

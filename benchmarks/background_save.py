@@ -108,7 +108,7 @@ def measure(form: str, flags: list[str], folder: str, rounds: int) -> None:
     for name, measured in times.items():
         middle, ratio = statistics.median(measured), statistics.median(times["blocking"])
         row = f"| {form}, {millions:.0f} M parameters | {name} |"
-        environment.say(f"{row} {middle:.3f} | {middle / ratio:.3f} |")
+        environment.log(f"{row} {middle:.3f} | {middle / ratio:.3f} |")
 
 
 @click.command(help=__doc__)
@@ -117,7 +117,7 @@ def measure(form: str, flags: list[str], folder: str, rounds: int) -> None:
 def main(rounds: int, flags: tuple[str, ...]) -> None:
     """Print the table."""
     warnings.simplefilter("ignore")
-    environment.say("| checkpoint | save | seconds | ratio |\n|---|---|---|---|")
+    environment.log("| checkpoint | save | seconds | ratio |\n|---|---|---|---|")
     for form, own in FORMATS.items():
         # The same on all ranks of one torchrun.
         folder = Path(tempfile.gettempdir()) / f"background_save_{os.getppid()}"

@@ -94,7 +94,7 @@ def measure(form: str, checkpoint: CheckpointOfModel, rounds: int) -> None:
         if name == "save" or name.endswith("nothing verified"):
             first = name
         middle, ratio = statistics.median(measured), statistics.median(times[first])
-        environment.say(
+        environment.log(
             f"| {form}, {size / 1e9:.2f} GB | {name} | {middle:.2f} | {middle / ratio:.2f} |"
         )
 
@@ -105,7 +105,7 @@ def measure(form: str, checkpoint: CheckpointOfModel, rounds: int) -> None:
 def main(rounds: int, flags: tuple[str, ...]) -> None:
     """Print the table."""
     warnings.simplefilter("ignore")
-    environment.say("| checkpoint | | seconds | ratio |\n|---|---|---|---|")
+    environment.log("| checkpoint | | seconds | ratio |\n|---|---|---|---|")
     for form, own in FORMATS.items():
         # The same on all ranks of one torchrun.
         folder = Path(tempfile.gettempdir()) / f"checkpoint_integrity_{os.getppid()}"

@@ -232,7 +232,7 @@ def report_sizes(root: Path) -> None:
     ):
         sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         metadata = dcp.FileSystemReader(folder).read_metadata()
-        environment.say(
+        environment.log(
             f"{title}: {sum(sizes.values()) / 1e9:.3f} GB, {len(metadata.state_dict_metadata)}"
             f" entries, .metadata {sizes['.metadata'] / 1e6:.2f} MB, files"
             f" {', '.join(f'{size / 1e6:.1f}' for name, size in sizes.items() if '_' in name)} MB"
@@ -250,7 +250,7 @@ def main(rounds: int, flags: tuple[str, ...]) -> None:
     shapes = own.shapes
     plain = PlainCheckpoint(shapes)
     count = sum(shape.numel() for shape in shapes.values())
-    environment.say(
+    environment.log(
         f"{date.today()}, {dist.get_world_size()} ranks, {count / 1e6:.1f} million parameters in"
         f" {len(shapes)} tensors, torch {torch.__version__}, {platform.processor() or 'CPU'},"
         f" {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
@@ -258,13 +258,13 @@ def main(rounds: int, flags: tuple[str, ...]) -> None:
     # The same on all ranks of one torchrun.
     root = Path(tempfile.gettempdir()) / f"checkpoint_speed_{os.getppid()}"
     measured = measure(own, plain, rounds, root)
-    environment.say("\n| | seconds | ratio | least | peak MB |\n|---|---|---|---|---|")
+    environment.log("\n| | seconds | ratio | least | peak MB |\n|---|---|---|---|---|")
     for title, row in measured.items():
         first = measured[f"{title.split(',')[0]}, plain DCP"]
         middle = statistics.median(row.seconds)
         ratio = middle / statistics.median(first.seconds)
         peak = statistics.median(row.peaks) / 1e6
-        environment.say(
+        environment.log(
             f"| {title} | {middle:.2f} | {ratio:.2f} | {min(row.seconds):.2f} | {peak:.0f} |"
         )
     ranks.stop()

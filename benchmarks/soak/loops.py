@@ -120,9 +120,9 @@ class Loop:
         """Call a function in place of the load of a checkpoint."""
         load = checkpointing.load
 
-        def load_by(args: Any, parts: TrainedParts, say: Any) -> Any:
+        def load_by(args: Any, parts: TrainedParts, log: Any) -> Any:
             found = []
-            act(lambda: found.append(load(args, parts, say)), parts)
+            act(lambda: found.append(load(args, parts, log)), parts)
             return found[-1]
 
         checkpointing.load = load_by

@@ -60,7 +60,7 @@ class ShardedAccelerator(Accelerator):
         super().__init__(**arguments)
         if self.distributed_type not in SUPPORTED_TYPES:
             problems = [f"{self.distributed_type}: use GPUs or CPUs"]
-        raise_problems("ShardedAccelerator does not take this", problems)
+            raise_problems("ShardedAccelerator does not take this", problems)
         self._sharded: WeakSet[MegatronFSDP] = WeakSet()
         self._hidden: tuple[list[MegatronFSDP], list[torch.optim.Optimizer]] = ([], [])
         self.register_save_state_pre_hook(self._save_shards)

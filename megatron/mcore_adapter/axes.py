@@ -171,7 +171,9 @@ def _ranks(groups: list[dist.ProcessGroup], device_type: str) -> torch.Tensor:
         return offsets
     ranks = torch.tensor(own, dtype=torch.int64, device=device_type)
     for group in reversed(groups):
-        rows = [torch.empty_like(ranks) for _ in range(group.size())]
+        rows = []
+        for _ in range(group.size()):
+            rows.append(torch.empty_like(ranks))
         dist.all_gather(rows, ranks.contiguous(), group=group)
         ranks = torch.stack(rows)
     return ranks.cpu()

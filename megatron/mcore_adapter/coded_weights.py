@@ -21,9 +21,11 @@ PLAIN = {"fp8": None, "fp4": None, "fp8_param_gather": False, "fp4_param": False
 
 def code_bytes(args: argparse.Namespace) -> float:
     """Return the bytes of an element that a run gathers as a code; 0 if weights are plain."""
-    if getattr(args, "fp8", None) and getattr(args, "fp8_param_gather", False):
+    has_fp8 = getattr(args, "fp8", None)
+    has_fp4 = getattr(args, "fp4", None)
+    if has_fp8 and getattr(args, "fp8_param_gather", False):
         return CODE_BYTES.get(args.fp8_recipe, 1.0)
-    if getattr(args, "fp4", None) and getattr(args, "fp4_param", False):
+    if has_fp4 and getattr(args, "fp4_param", False):
         return CODE_BYTES.get(args.fp4_recipe, 1.0)
     return 0
 

@@ -140,7 +140,8 @@ def _mark_matrices(model: list[MegatronModule], by_slices: bool) -> list[int]:
         The rows of query (with its gate, if there is one), key and value in a query group.
     """
     config = get_model_config(model[0])
-    query_rows = config.num_attention_heads // config.num_query_groups * config.kv_channels
+    heads_of_group = config.num_attention_heads // config.num_query_groups
+    query_rows = heads_of_group * config.kv_channels
     split = [query_rows, config.kv_channels, config.kv_channels]
     if getattr(config, "attention_output_gate", False):
         split.insert(0, query_rows)
@@ -154,8 +155,10 @@ def _mark_matrices(model: list[MegatronModule], by_slices: bool) -> list[int]:
             num_slices = 1
             if by_slices:
                 num_slices = shape[dim] // sharded.flat_range.shape[dim]
-            is_qkv = "linear_qkv.weight" in name and shape[0] // num_slices % sum(split) == 0
-            set_attributes(sharded.compute, is_qkv=is_qkv, slices=(num_slices, dim))
+            num_rows = shape[0] // num_slices
+            is_qkv = "linear_qkv.weight" in name and num_rows % sum(split) == 0
+            slices = (num_slices, dim)
+            set_attributes(sharded.compute, is_qkv=is_qkv, slices=slices)
     return split
 
 
@@ -198,7 +201,8 @@ def _muon_of_owners() -> Any:
             num_slices, dim = p.slices
             slices = []
             for part in grad.chunk(num_slices, dim):
-                slices.append(super().orthogonalize(p, part.contiguous(), **kwargs))
+                part = part.contiguous()
+                slices.append(super().orthogonalize(p, part, **kwargs))
             return torch.cat(slices, dim)
 
     return Muon
@@ -210,7 +214,10 @@ def use_new_names() -> None:
     from megatron.core.optimizer import muon
 
     base: Any = getattr(muon, "OrthogonalizedOptimizer", object)  # not there in newer releases
-    if hasattr(muon, "HAVE_EO_V02") or "nesterov" not in inspect.signature(base).parameters:
+    if hasattr(muon, "HAVE_EO_V02"):
+        return
+    parameters = inspect.signature(base).parameters
+    if "nesterov" not in parameters:
         return
     orthogonalize = muon.newton_schulz_tp
 

@@ -179,7 +179,8 @@ def _replace_uneven_collectives() -> None:
             return gather_even(tensor, group, sizes, *others)
         num_ranks = group.size()
         copies = torch.cat([tensor] * num_ranks)  # one for every rank
-        return mappings.all_to_all(group, copies, sizes, [len(tensor)] * num_ranks)
+        sent_sizes = [len(tensor)] * num_ranks
+        return mappings.all_to_all(group, copies, sizes, sent_sizes)
 
     def reduce_scatter(
         tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, *others: Any
@@ -187,7 +188,8 @@ def _replace_uneven_collectives() -> None:
         if sizes is None:
             return reduce_scatter_even(tensor, group, sizes, *others)
         size = sizes[group.rank()]
-        received = mappings.all_to_all(group, tensor, [size] * group.size(), sizes)
+        received_sizes = [size] * group.size()
+        received = mappings.all_to_all(group, tensor, received_sizes, sizes)
         return torch.stack(received.split(size)).sum(0)  # the sum of one part from every rank
 
     _replace(

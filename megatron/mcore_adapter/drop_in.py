@@ -84,11 +84,16 @@ def install() -> AbstractContextManager[object]:
         installation.close()
         raise
     _installation = installation
-    program.say(
+    program.log(
         f"the drop-in is active on Megatron-Core {megatron.core.__version__}"
         f" in {megatron.core.__path__[0]}"
     )
     return installation
+
+
+def is_active() -> bool:
+    """Return True between :func:`install` and :func:`uninstall`."""
+    return _installation is not None
 
 
 def uninstall() -> None:
@@ -119,10 +124,13 @@ class Installation(ExitStack):
         self.replace_names()
         self.callback(exchange, [(ours, theirs) for theirs, ours in self._replaced.values()])
         for owner, name, method in METHODS:
-            self.callback(setattr, owner, name, vars(owner)[name])
+            original = vars(owner)[name]
+            self.callback(setattr, owner, name, original)
             setattr(owner, name, method)
         # Names that programs have taken from the published paths remain ours.
-        ours_by_path = {path: ours for path, (_, ours) in self._replaced.items()}
+        ours_by_path = {}
+        for path, (_, ours) in self._replaced.items():
+            ours_by_path[path] = ours
         publish(ours_by_path, undo=self)
         self.callback(self.program.restore)
         self.program.prepare()
@@ -216,7 +224,8 @@ def _unknown_names(known: set[int]) -> Iterator[str]:
             # isinstance asks the object for its class, and deprecated names answer that with a
             # warning.
             is_class = issubclass(type(value), type)
-            if not (is_class or type(value) is FunctionType) or id(value) in known:
+            is_function = type(value) is FunctionType
+            if id(value) in known or not (is_class or is_function):
                 continue
             if f"{value.__module__}.".startswith(REPLACED):
                 yield f"{module.__name__}.{name} ({value.__module__}.{value.__qualname__})"
@@ -238,8 +247,9 @@ class DropInDataParallel(FullyShardedDataParallel):
         """Return a wrapper of this class, or of the generation that ``ddp_config`` asks for."""
         if cls is not DropInDataParallel:
             return super().__new__(cls)
-        given = inspect.signature(FullyShardedDataParallel).bind(*args, **kwargs).arguments
-        config = given["ddp_config"]
+        signature = inspect.signature(FullyShardedDataParallel)
+        given = signature.bind(*args, **kwargs)
+        config = given.arguments["ddp_config"]
         if _installation is not None:
             for name, value in _installation.program.settings().items():
                 if not hasattr(config, name):  # the release has no field for it

@@ -56,4 +56,5 @@ class FileDifferences:
     @property
     def concern_random_state(self) -> bool:
         """True if some of the entries are states of random generators."""
-        return any(entry.startswith("rng_state") for entry in self.shapes + self.missing)
+        differing = self.shapes + self.missing
+        return any(entry.startswith("rng_state") for entry in differing)

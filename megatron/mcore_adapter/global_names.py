@@ -62,16 +62,29 @@ class GlobalNames:
             if first_expert and _holds_grouped_weights(child):
                 self._first_expert[child_path] = first_expert
             is_list = isinstance(module, SequentialMLP) and name == "local_experts"
-            number = first_expert if is_list else None
-            self._visit(child, child_path, f"{global_path}{name}.", number)
+            number = None
+            if is_list:
+                number = first_expert
+            child_global_path = f"{global_path}{name}."
+            self._visit(child, child_path, child_global_path, number)
 
     def to_global(self, key: str) -> str:
         """Return the global name of a local key."""
-        return self._translate(key, self._global_key, self._global_path, to_global=True)
+        return self._translate(
+            key,
+            keys=self._global_key,
+            paths=self._global_path,
+            to_global=True,
+        )
 
     def to_local(self, key: str) -> str:
         """Return the key in this chunk of a global name; a name of another chunk is not changed."""
-        return self._translate(key, self._local_key, self._local_path, to_global=False)
+        return self._translate(
+            key,
+            keys=self._local_key,
+            paths=self._local_path,
+            to_global=False,
+        )
 
     def _translate(
         self, key: str, keys: dict[str, str], paths: dict[str, str], to_global: bool
@@ -96,7 +109,8 @@ class GlobalNames:
             shift = -self._first_expert.get(translated, 0)
         found = _OF_GROUPED_EXPERT.match(leaf)
         if shift and found is not None:
-            leaf = f"{found[1]}{int(found[2]) + shift}"
+            number = int(found[2]) + shift
+            leaf = f"{found[1]}{number}"
         return f"{wrappers}{translated}{leaf}"
 
 
@@ -122,4 +136,5 @@ def _first_expert(module: nn.Module) -> int:
 
 
 def _holds_grouped_weights(module: nn.Module) -> bool:
-    return any(_OF_GROUPED_EXPERT.match(name) for name, _ in module.named_parameters(recurse=False))
+    own_parameters = module.named_parameters(recurse=False)
+    return any(_OF_GROUPED_EXPERT.match(name) for name, _ in own_parameters)

@@ -19,8 +19,14 @@ _engines: WeakKeyDictionary[nn.Module, ref[MegatronFSDP]] = WeakKeyDictionary()
 
 def drive_combined_schedule(engine: MegatronFSDP, delays_gradients: bool) -> None:
     """Let the schedule notify the engine when the model and its layers begin and end."""
-    units = {unit.module for unit in engine._units[1:] if unit.module is not None}
-    if delays_gradients and any(len(units.intersection(unit.modules())) > 1 for unit in units):
+    units = set()
+    for unit in engine._units[1:]:
+        if unit.module is not None:
+            units.add(unit.module)
+    has_nested = False
+    if delays_gradients:
+        has_nested = any(len(units.intersection(unit.modules())) > 1 for unit in units)
+    if has_nested:
         raise NotImplementedError(
             "delay_wgrad_compute with units inside of layers: their gradients would be reduced"
             " before they are computed; leave out enable_fine_grained_param_gather"

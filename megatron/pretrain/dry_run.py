@@ -62,7 +62,7 @@ class StageEstimate:
     activations: int
 
 
-def print_dry_run(args: argparse.Namespace, say: Callable[[str], object] = print) -> None:
+def print_dry_run(args: argparse.Namespace, log: Callable[[str], object] = print) -> None:
     """Print what follows from completed arguments: ranks, batches, parameters and memory."""
     tokenizer = build_tokenizer(TokenizerChoice.of(args))
     rows = embedding_rows(args, tokenizer)
@@ -70,7 +70,7 @@ def print_dry_run(args: argparse.Namespace, say: Callable[[str], object] = print
     for stage in range(args.pipeline_model_parallel_size):
         stages.append(estimate_stage(args, rows, stage))
     for line in (*mesh_lines(args), *batch_lines(args), *model_lines(args, stages)):
-        say(line)
+        log(line)
 
 
 def mesh_lines(args: argparse.Namespace) -> Iterator[str]:

@@ -28,7 +28,7 @@ from megatron.mcore_adapter.captured_iterations import captures_iterations
 from megatron.mcore_adapter.checkpoints import checkpointing, save_directory
 from megatron.mcore_adapter.checkpoints.background_save import BackgroundSaves
 from megatron.mcore_adapter.checkpoints.checkpoint_source import non_persistent_root
-from megatron.mcore_adapter.run.environment import say
+from megatron.mcore_adapter.run.environment import log
 from megatron.mcore_adapter.run.run_state import Progress, TrainedParts
 from megatron.mcore_adapter.watch import position
 from megatron.pretrain.arguments.check import FrozenArguments
@@ -99,7 +99,7 @@ def pretrain(
         ValueError, RunError, OSError: with a message for the user, the same on every rank where the
             cause is.
     """
-    with save_directory.reserved(args, say):
+    with save_directory.reserved(args, log):
         if args.profile:
             trace.check_directory(profile_directory(args), args.profile_ranks)
         tokenizer = build_tokenizer(TokenizerChoice.of(args))
@@ -116,12 +116,12 @@ def pretrain(
             model, optimizer, scheduler, args=args, device=device, report=Report(args)
         )
         run.stop = StopRequest(args.exit_duration_in_mins)
-        run.report.say(
+        run.report.log(
             f"{count(number_of_parameters(model))} parameters on {args.world_size} ranks"
         )
         if source is not None:
             for line in source.lines:
-                run.report.say(line)
+                run.report.log(line)
 
         load_and_train(run, lambda: build(args, tokenizer, source), follow)
         run.report.end()
@@ -143,7 +143,7 @@ def load_and_train(
     args = run.args
     report = run.report
     with report.times.measured(LOAD):
-        run.progress = checkpointing.load(args, run, report.say)
+        run.progress = checkpointing.load(args, run, report.log)
     report.times_of(LOAD, run.progress)
     with position.during(position.READING):
         train_data, valid_data, test_data = datasets()
@@ -216,7 +216,7 @@ def train(
     saved_at = progress.iteration
 
     report.times.resume_interval()
-    with profiling(args, report.say) as step_is_over:
+    with profiling(args, report.log) as step_is_over:
         while progress.iteration < args.train_iters:
             train_step(run, data)
             step_is_over()
@@ -364,7 +364,7 @@ def background_saves(run: TrainingRun) -> Iterator[None]:
     if not run.args.async_save:
         yield
         return
-    saves = BackgroundSaves(run.args, run.device, run.report.say, run.report.saved)
+    saves = BackgroundSaves(run.args, run.device, run.report.log, run.report.saved)
     with closing(saves) as run.background:
         try:
             yield
@@ -432,7 +432,7 @@ def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:
         if run.background is not None and not at_the_end:
             run.background.save(run, run.progress, root)
         else:
-            checkpointing.save(run.args, run, run.progress, run.report.say, root)
+            checkpointing.save(run.args, run, run.progress, run.report.log, root)
             run.report.saved(run.progress)
     run.report.times_of(SAVE, run.progress)
 
@@ -441,9 +441,9 @@ def should_stop(run: TrainingRun) -> bool:
     """Return True if the run must leave the loop; the same on every rank."""
     iteration = run.progress.iteration
     if run.stop.agreed:
-        run.report.say(f"stopping at iteration {iteration}: signal or time limit")
+        run.report.log(f"stopping at iteration {iteration}: signal or time limit")
         return True
     if run.progress.is_multiple_of(run.args.exit_interval):
-        run.report.say(f"stopping at iteration {iteration}: --exit-interval")
+        run.report.log(f"stopping at iteration {iteration}: --exit-interval")
         return True
     return False

@@ -12,19 +12,21 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.mcore_adapter.megatron_lm.loop_flags import LoopFlagError, value_of
 from megatron.mcore_adapter.releases import tested
-from megatron.mcore_adapter.run.environment import say
+from megatron.mcore_adapter.run.environment import environment_world_size, log
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.logging_setup import leave_logging
 from megatron.pretrain.arguments.check import CommandLineError
-from megatron.pretrain.arguments.parser import default_values
+from megatron.pretrain.arguments.parser import default_values, dry_run_ranks
 from megatron.pretrain.data import gpt_datasets
 from megatron.pretrain.data.gpt_datasets import BuildDatasets
 from megatron.pretrain.data.tokenizer_choice import OF_TYPES, TokenizerChoice
@@ -51,7 +53,12 @@ OF_BUILDERS = ("--spec", "--experimental-attention-variant", "--hybrid-layer-pat
 BUILDERS_SINCE = (0, 19, 0)
 """The first release whose loop builds the model of a command line by itself."""
 BYTES = "ByteTokenizer"
-"""The tokenizer without files, which the loop knows as one of so many ids, their end included."""
+"""The tokenizer without files, which the loop knows as its NullTokenizer with as many ids."""
+NUMBERS = "NullTokenizer"
+END_COUNTED_SINCE = (0, 18, 0)
+"""The first release whose NullTokenizer has the end of a document within ``--vocab-size``."""
+VOCAB_SIZE = "--vocab-size"
+TOKENIZER_TYPE = "--tokenizer-type"
 
 
 def chosen_loop(words: Sequence[str]) -> str:
@@ -80,7 +87,7 @@ def main(words: Sequence[str], build: BuildDatasets) -> int:
     if problem is not None:
         tested.end_program(f"pretrain_gpt.py: error: {problem}", 2)
     leave_logging()
-    tokenizer = value_of(words, "--tokenizer-type") or BYTES
+    tokenizer = value_of(words, TOKENIZER_TYPE) or BYTES
     if DRY_RUN in words:
         return dry_run(words)
     for name, value in SINGLE_RANK.items():
@@ -132,11 +139,15 @@ def completed(words: Sequence[str]) -> list[str]:
     """Return the command line as the loop takes it."""
     kept = _without([word for word in words if word != DRY_RUN], FLAG)
     kept = _without(kept, DRY_RUN_RANKS)
-    if value_of(words, "--tokenizer-type") in (None, BYTES):
-        kept = _without(kept, "--tokenizer-type")
-        kept += ["--tokenizer-type", "NullTokenizer"]
-        if value_of(words, "--vocab-size") is None:
-            kept += ["--vocab-size", str(NUM_BYTES + 1)]
+    kind = value_of(words, TOKENIZER_TYPE) or BYTES
+    size = value_of(words, VOCAB_SIZE)
+    if kind == BYTES:
+        kept = _without(kept, TOKENIZER_TYPE)
+        kept += [TOKENIZER_TYPE, NUMBERS]
+        size = size or str(NUM_BYTES + 1)
+    if size is not None and size.isdecimal():  # the loop refuses other words
+        kept = _without(kept, VOCAB_SIZE)
+        kept += [VOCAB_SIZE, str(int(size) + size_difference(kind))]
     length = value_of(words, "--seq-length")
     if length is not None and value_of(words, "--max-position-embeddings") is None:
         kept += ["--max-position-embeddings", length]
@@ -147,11 +158,31 @@ def completed(words: Sequence[str]) -> list[str]:
     return kept
 
 
+def size_difference(kind: str) -> int:
+    """Return by how much the loop's ``--vocab-size`` is above that of this program.
+
+    With the end of a document, 257 ids are a size of 257 of a ByteTokenizer here, and of 256 of a
+    NullTokenizer. The loop's NullTokenizer has them with a size of 257; before 0.18, of 256.
+    """
+    counts_end = tested.check().numbers >= END_COUNTED_SINCE
+    if kind == BYTES and not counts_end:
+        return -1
+    if kind == NUMBERS and counts_end:
+        return 1
+    return 0
+
+
 def dry_run(words: Sequence[str]) -> int:
     """Check the command line as the loop does, print what follows from it, and return 0."""
+    given = value_of(words, DRY_RUN_RANKS)
+    num_ranks = dry_run_ranks(words)
+    if given is None:
+        num_ranks = environment_world_size()
     try:
-        args = loop_arguments(words, int(value_of(words, DRY_RUN_RANKS) or 1))
-        print_dry_run(args, say)
+        if num_ranks is None:
+            raise CommandLineError([f"{DRY_RUN_RANKS} expects a positive number but got {given}"])
+        args = loop_arguments(words, num_ranks)
+        print_dry_run(args, log)
     except CommandLineError as error:
         tested.end_program(f"pretrain_gpt.py: error: {error.problems[0]}", 2)
     except (ValueError, NotImplementedError, OSError, RunError) as error:
@@ -162,7 +193,8 @@ def dry_run(words: Sequence[str]) -> int:
 def loop_arguments(words: Sequence[str], num_ranks: int) -> argparse.Namespace:
     """Return the arguments as the loop completes and checks them, for a run of so many ranks.
 
-    Flags of this program that the loop does not have get their defaults. No rank is contacted.
+    Flags of this program that the loop does not have get their defaults. No rank is contacted, and
+    the process is left as it was.
 
     Args:
         words: the command line of ``pretrain_gpt.py``.
@@ -170,18 +202,24 @@ def loop_arguments(words: Sequence[str], num_ranks: int) -> argparse.Namespace:
 
     Raises:
         CommandLineError: there is no loop, or it refuses them.
+        RuntimeError: the drop-in is active, for the command line of the process.
     """
     problem = obstacle(words)
     if problem is not None:
         raise CommandLineError([problem])
-    os.environ.update(SINGLE_RANK, RANK="0", WORLD_SIZE=str(num_ranks))
-    sys.argv[1:] = completed(words)
+    from megatron.mcore_adapter import drop_in
+
+    if drop_in.is_active():
+        raise RuntimeError(
+            "the drop-in is active for the command line of this process, and another one cannot be"
+            " checked: call drop_in.uninstall() first"
+        )
     errors = io.StringIO()
     try:
         # The first stream gets a list of all arguments.
-        with redirect_stdout(io.StringIO()), redirect_stderr(errors):
-            from megatron.mcore_adapter import drop_in
-
+        with process_restored(), redirect_stdout(io.StringIO()), redirect_stderr(errors):
+            os.environ.update(SINGLE_RANK, RANK="0", WORLD_SIZE=str(num_ranks))
+            sys.argv[1:] = completed(words)
             with drop_in.install():
                 from megatron.training import arguments
 
@@ -192,10 +230,12 @@ def loop_arguments(words: Sequence[str], num_ranks: int) -> argparse.Namespace:
         raise CommandLineError([problem]) from None
     except (LoopFlagError, RuntimeError, ValueError, tested.ReleaseError) as error:
         raise CommandLineError([str(error)]) from None
-    choice = asdict(tokenizer_choice(args, value_of(words, "--tokenizer-type") or BYTES))
+    kind = value_of(words, TOKENIZER_TYPE) or BYTES
+    choice = asdict(tokenizer_choice(args, kind))
     translated = {
         **choice,
-        "vocab_size": args.vocab_size,  # the model may have more rows than the tokenizer needs
+        # The model may have more rows than the tokenizer needs.
+        "vocab_size": own_vocab_size(args, kind),
         "rope_type": args.rope_type or "yarn",  # of latent attention alone, as in its config
     }
     return argparse.Namespace(**{**default_values(), **vars(args), **translated})
@@ -226,7 +266,7 @@ def build_datasets(
     source = gpt_datasets.find_data(args, tokenizer, tuple(num_samples))
     if source is not None:
         for line in source.lines:
-            say(line)
+            log(line)
     return build(args, tokenizer, source)
 
 
@@ -251,7 +291,33 @@ def tokenizer_choice(args: argparse.Namespace, kind: str) -> TokenizerChoice:
     for name, kinds in OF_TYPES.items():
         if kind in kinds:
             settings[name] = getattr(args, name)
+    if "vocab_size" in settings:
+        settings["vocab_size"] = own_vocab_size(args, kind)
     return TokenizerChoice(kind, **settings)
+
+
+def own_vocab_size(args: argparse.Namespace, kind: str) -> int | None:
+    """Return the loop's ``--vocab-size`` as this program counts it; None without it."""
+    if args.vocab_size is None:
+        return None
+    return int(args.vocab_size) - size_difference(kind)
+
+
+@contextmanager
+def process_restored() -> Iterator[None]:
+    """Restore the environment, the command line and torch's deterministic switch at the end."""
+    environment = dict(os.environ)
+    words = list(sys.argv)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        for name in set(os.environ).difference(environment):
+            del os.environ[name]
+        os.environ.update(environment)
+        sys.argv[:] = words
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
 
 
 def _without(words: Sequence[str], flag: str) -> list[str]:

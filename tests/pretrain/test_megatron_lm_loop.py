@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 
+from megatron.mcore_adapter.megatron_lm.loop_flags import value_of
+from megatron.mcore_adapter.releases import tested
 from megatron.pretrain.megatron_lm_loop import (
     build_datasets,
     chosen_loop,
     completed,
+    dry_run,
+    own_vocab_size,
     with_paths_of_files,
 )
 from tests.support import megatron_release
@@ -76,15 +80,51 @@ def test_the_command_line_gets_what_the_loop_asks_for_and_no_more() -> None:
     ]
     assert completed(words) == [
         *("--seq-length", "32", "--save", "s", "--lr", "1"),
-        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "257"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "256"),
         *("--max-position-embeddings", "32", "--eval-interval", "1000"),
         *("--save-interval", "1000000000"),
     ]
     full = (
-        "--seq-length 32 --max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 9"
-        " --eval-interval 5 --save s --save-interval 2"
+        "--seq-length 32 --max-position-embeddings 64 --tokenizer-type NullTokenizer"
+        " --eval-interval 5 --save s --save-interval 2 --vocab-size 9"
     )
     assert completed(full.split()) == full.split()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words", "size"),
+    [
+        ((0, 17, 1), "", 256),
+        ((0, 18, 0), "", 257),
+        ((0, 17, 1), "--tokenizer-type ByteTokenizer --vocab-size 3072", 3071),
+        ((0, 18, 0), "--tokenizer-type ByteTokenizer --vocab-size 3072", 3072),
+        ((0, 17, 1), "--tokenizer-type NullTokenizer --vocab-size=128", 128),
+        ((0, 18, 0), "--tokenizer-type NullTokenizer --vocab-size=128", 129),
+        ((0, 17, 1), "--tokenizer-type TikTokenizer --vocab-size 128", 128),
+        ((0, 18, 0), "--tokenizer-type TikTokenizer --vocab-size 128", 128),
+    ],
+)
+def test_the_loop_gets_a_vocabulary_with_as_many_ids(
+    numbers: tuple[int, int, int], words: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tested, "check", lambda: argparse.Namespace(numbers=numbers))
+    line = completed(words.split())
+    assert value_of(line, "--vocab-size") == str(size)
+    kind = value_of(words.split(), "--tokenizer-type") or "ByteTokenizer"
+    given = value_of(words.split(), "--vocab-size") or "257"
+    assert own_vocab_size(argparse.Namespace(vocab_size=size), kind) == int(given)
+    assert completed([*words.split(), "--vocab-size", "many"]).count("many") == 1
+
+
+@pytest.mark.parametrize("ranks", ["x", "0", "-2"])
+def test_a_dry_run_for_no_number_of_ranks_is_refused(
+    ranks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        dry_run(["--dry-run", "--dry-run-ranks", ranks])
+    assert ended.value.code == 2
+    expected = f"--dry-run-ranks expects a positive number but got {ranks}"
+    assert expected in capsys.readouterr().err
 
 
 def test_data_paths_may_stand_in_files(tmp_path: Path) -> None:
@@ -161,7 +201,7 @@ def test_a_plan_is_the_same_with_the_arguments_of_either_loop(release: str, tmp_
     """Among them are a vocabulary beyond the tokenizer's, latent attention, and experts."""
     model = (
         "--bf16 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
-        " --max-position-embeddings 64 --vocab-size 3000 --untie-embeddings-and-output-weights"
+        " --max-position-embeddings 64 --vocab-size 3072 --untie-embeddings-and-output-weights"
         " --position-embedding-type rope --multi-latent-attention --q-lora-rank 32"
         " --kv-lora-rank 32 --num-experts 4 --moe-token-dispatcher-type alltoall"
     )
@@ -176,3 +216,48 @@ def test_a_plan_is_the_same_with_the_arguments_of_either_loop(release: str, tmp_
         f"--gpus 8 {MODEL} --loop megatron-lm --sft", tmp_path, release, "tools/plan.py"
     )
     assert refused.returncode == 2 and "--sft: this program has no data" in refused.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("release", [RELEASES[0], RELEASES[-1]])
+def test_numbers_whose_end_needs_rows_of_its_own_are_trained_on(
+    release: str, tmp_path: Path
+) -> None:
+    line = (
+        f"--loop megatron-lm {MODEL} --train-iters 1 --mock-data --tokenizer-type NullTokenizer"
+        " --vocab-size 128"
+    )
+    done = start(line, tmp_path, release)
+    assert len(losses(done.stdout)) == 1, done.stderr
+
+
+PROBE = """
+import os, sys
+import torch
+from megatron.mcore_adapter import drop_in
+from megatron.pretrain.megatron_lm_loop import loop_arguments
+
+words = sys.argv[1:]
+os.environ["RANK"] = "0"
+os.environ["WORLD_SIZE"] = "1"
+before = dict(os.environ), list(sys.argv)
+args = loop_arguments(words, 2)
+assert args.world_size == 2 and args.deterministic_mode
+assert (dict(os.environ), sys.argv) == before
+assert not torch.are_deterministic_algorithms_enabled()
+with drop_in.install():
+    try:
+        loop_arguments(words, 2)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.exhaustive
+def test_arguments_are_checked_without_a_trace_and_not_inside_of_a_run(tmp_path: Path) -> None:
+    probe = tmp_path / "probe.py"
+    probe.write_text(PROBE)
+    done = start(
+        f"{MODEL} --train-iters 4 --deterministic-mode", tmp_path, RELEASES[-1], str(probe)
+    )
+    assert "the drop-in is active for the command line" in done.stdout, done.stderr

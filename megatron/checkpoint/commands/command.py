@@ -90,7 +90,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         widths.append(max(len(cell) for cell in column))
     lines = []
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+        cells = []
+        for cell, width in zip(row, widths):
+            cells.append(cell.ljust(width))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

@@ -111,7 +111,9 @@ def compare_entries(
             right = second.lazy(key)
             _compare_tensors(found, key, left, right, progress=progress)
         else:
-            _compare_values(found, key, first.read_object(key), second.read_object(key))
+            left = first.read_object(key)
+            right = second.read_object(key)
+            _compare_values(found, key, left, right)
     _compare_all_values(found, _common_state(first), _common_state(second))
     return _sorted(found)
 
@@ -220,8 +222,10 @@ def _in_both(
     theirs: Mapping[str, Any],
 ) -> list[str]:
     """Record the names that one side has, and return those of both."""
-    found.only_first += sorted(mine.keys() - theirs.keys())
-    found.only_second += sorted(theirs.keys() - mine.keys())
+    only_first = mine.keys() - theirs.keys()
+    only_second = theirs.keys() - mine.keys()
+    found.only_first += sorted(only_first)
+    found.only_second += sorted(only_second)
     return [key for key in mine if key in theirs]
 
 
@@ -270,7 +274,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return integers that are equal where the elements are the same in every bit."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor).flatten(-2)
-    return tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    elements = tensor.contiguous().reshape(-1)
+    integers = _INTEGERS[tensor.element_size()]
+    return elements.view(integers)
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -281,7 +287,9 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 def _largest(known: float, values: torch.Tensor) -> float:
     """Return the maximum of ``known`` and ``values``, which is NaN if one of them is NaN."""
-    return torch.maximum(values.max(), values.new_tensor(known)).item()
+    known_maximum = values.new_tensor(known)
+    maximum = torch.maximum(values.max(), known_maximum)
+    return maximum.item()
 
 
 # ---- other values
@@ -337,7 +345,8 @@ def same(first: Any, second: Any) -> bool:
 
 
 def _both(pair: tuple[Any, Any], types: type | tuple[type, ...]) -> bool:
-    return isinstance(pair[0], types) and isinstance(pair[1], types)
+    first, second = pair
+    return isinstance(first, types) and isinstance(second, types)
 
 
 def _short(value: Any) -> str:

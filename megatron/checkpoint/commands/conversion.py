@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 _FAILED = ".failed"
 """File in the journal that notifies the other ranks of a failure."""
-OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
+OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback shows where)"
 
 
 class ConversionError(RuntimeError):
@@ -89,7 +89,9 @@ def convert(
             the place of the output.
     """
     # Another release of this program may cut the same output into parts of other sizes.
-    sizes = [(part.name, part.num_bytes) for part in target.parts]
+    sizes = []
+    for part in target.parts:
+        sizes.append((part.name, part.num_bytes))
     identity = fingerprint(identity or uuid.uuid4().hex, sizes)
     _check_url(output, identity)
     place = _on_first_rank(lambda: _place_to_write(target, output, identity))
@@ -210,7 +212,9 @@ def _result_of(part: Part, place: Path) -> Any:
 
 def _publish(target: Target, output: OutputDirectory, place: Path) -> None:
     """Write the files that depend on all parts, and make the output visible unless it is."""
-    results = {part.name: _result_of(part, place) for part in target.parts}
+    results = {}
+    for part in target.parts:
+        results[part.name] = _result_of(part, place)
     target.finish(place, results)
     if place == output.staging:
         output.publish()

@@ -125,11 +125,13 @@ def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
     entries: list[Entry] = []
     for key, new in renamed.items():
         if key not in stored.tensors:
-            entries.append(ObjectEntry(new, partial(stored.read_object, key)))
+            read = partial(stored.read_object, key)
+            entries.append(ObjectEntry(new, read))
             continue
         for chunk in stored.chunks[key]:
             tensor = stored.lazy_chunk(key, chunk)
-            entries.append(TensorEntry(new, stored.shape(key), chunk.offsets, tensor))
+            shape = stored.shape(key)
+            entries.append(TensorEntry(new, shape, chunk.offsets, tensor))
     paths = stored.metadata.planner_data
     new_paths: dict[str, tuple[Any, ...]] | None = None
     if paths:

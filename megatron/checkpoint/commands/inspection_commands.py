@@ -79,7 +79,8 @@ def inspect(
         if entry.shape is not None:
             shape = str(entry.shape)
             num_tensors += 1
-        rows.append((entry.key, entry.dtype, shape, readable(entry.bytes)))
+        size = readable(entry.bytes)
+        rows.append((entry.key, entry.dtype, shape, size))
     size = readable(sum(entry.bytes for entry in entries))
     printer.text(f"{opened.directory}, format {opened.format}")
     printer.text(table(rows))
@@ -190,16 +191,16 @@ def print_torch_dcp_in_json(
     verify_integrity: bool,
     printer: Printer,
 ) -> None:
-    """Write param_to_param_group_map.json beside the map of param groups that a run has dumped.
+    """Write param_to_param_group_map.json next to the map of param groups that a run has dumped.
 
     The run dumps it with --dump-param-to-param-group-map.
     """
     stores.fetch(torch_dcp_dir)
     stored = StoredCheckpoint(torch_dcp_dir, verify_integrity)
-    content = {
-        key.replace("module.module", "model.module"): _group_number(stored, key)
-        for key in stored.metadata.state_dict_metadata
-    }
+    content = {}
+    for key in stored.metadata.state_dict_metadata:
+        name = key.replace("module.module", "model.module")
+        content[name] = _group_number(stored, key)
     text = json.dumps(content, indent=2)
     path = torch_dcp_dir / "param_to_param_group_map.json"
     if printer.is_first:

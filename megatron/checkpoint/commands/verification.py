@@ -182,7 +182,10 @@ def _is_fault(is_fresh: Callable[[], bool]) -> bool:
 
 
 def _incomplete_schedule(state: TrainingState) -> Iterator[str]:
-    missing = [name for name in SCHEDULE if name not in (state.scheduler or SCHEDULE)]
+    missing = []
+    for name in SCHEDULE:
+        if name not in (state.scheduler or SCHEDULE):
+            missing.append(name)
     if missing:
         yield f"the schedule of rates lacks {', '.join(missing)}"
 

@@ -182,19 +182,24 @@ def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any
     linear, fused, norm_leaf = module_name.rpartition(".layer_norm_")
     if fused:
         of_linear = registration_order(f"{linear}.weight")
-        leaf = ("weight", "bias").index(norm_leaf)
-        return (*of_linear[:-1], leaf - 2)  # before the leaves of the linear layer itself
+        leaf = -1  # before the leaves of the linear layer itself
+        if norm_leaf == "weight":
+            leaf = -2
+        return (*of_linear[:-1], leaf)
     entry = _entry_of(name)
     if entry is None:
         return (len(MODEL), name)
-    numbers = [int(number) for number in re.findall(r"\.(\d+)(?=\.)", name)]
+    numbers = []
+    for number in re.findall(r"\.(\d+)(?=\.)", name):
+        numbers.append(int(number))
     layer, expert = [*numbers, 0, 0][:2]
     # Experts are modules one after another, each with fc1 and fc2: 0.fc1, 0.fc2, 1.fc1, 1.fc2. A
     # module of grouped experts has 0.fc1, 1.fc1, 0.fc2, 1.fc2.
     in_module = (expert, entry.position)
     if is_grouped(module_name):
         in_module = (entry.position, expert)
-    leaf = entry.rule.leaves.index(name.rpartition(".")[2])
+    _, _, leaf_name = name.rpartition(".")
+    leaf = entry.rule.leaves.index(leaf_name)
     return (entry.stack, layer, entry.position_of_module, *in_module, leaf)
 
 
@@ -213,7 +218,8 @@ def has_extra_state(name: str, transformer_engine: bool) -> bool:
     without = ("output_layer", "embedding.word_embeddings", "embedding.position_embeddings")
     if leaf != "weight" or module in without:
         return False
-    is_linear = module.rpartition(".")[2].startswith(("linear_", "eh_proj"))
+    _, _, module_name = module.rpartition(".")
+    is_linear = module_name.startswith(("linear_", "eh_proj"))
     return is_linear or (transformer_engine and "norm" in module)
 
 

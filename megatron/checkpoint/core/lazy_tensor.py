@@ -42,7 +42,8 @@ class LazyTensor:
     @property
     def num_bytes(self) -> int:
         """Size of the whole tensor in memory."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        numel = torch.Size(self.shape).numel()
+        return numel * self.dtype.itemsize
 
     def read(self) -> torch.Tensor:
         """Read the whole tensor."""
@@ -50,9 +51,12 @@ class LazyTensor:
 
     def row_blocks(self) -> Iterator[tuple[int, int]]:
         """Yield ``[start, stop)`` of rows that make up about 64 MiB, or of one row."""
-        step = max(_BLOCK_BYTES * self.num_rows // max(self.num_bytes, 1), 1)
+        num_bytes = max(self.num_bytes, 1)
+        rows_of_block = _BLOCK_BYTES * self.num_rows // num_bytes
+        step = max(rows_of_block, 1)
         for start in range(0, self.num_rows, step):
-            yield start, min(start + step, self.num_rows)
+            stop = min(start + step, self.num_rows)
+            yield start, stop
 
     def rows(self, start: int, stop: int) -> LazyTensor:
         """Return the rows ``[start, stop)`` of dim 0; nothing else is read for them.
@@ -75,7 +79,8 @@ class LazyTensor:
             return self
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
-            return self.read_rows(start, stop).to(dtype)
+            rows = self.read_rows(start, stop)
+            return rows.to(dtype)
 
         return LazyTensor(self.shape, dtype, read_rows)
 
@@ -90,7 +95,8 @@ class LazyTensor:
         """
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
-            return _rows_of(function(self.read()), start, stop)
+            whole = function(self.read())
+            return _rows_of(whole, start, stop)
 
         return LazyTensor(tuple(shape), self.dtype, read_rows)
 
@@ -103,7 +109,8 @@ def in_memory(tensor: torch.Tensor) -> LazyTensor:
     """Return a lazy tensor over a tensor that is already in memory."""
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
-        return _rows_of(tensor, start, stop).clone()
+        rows = _rows_of(tensor, start, stop)
+        return rows.clone()
 
     return LazyTensor(tuple(tensor.shape), tensor.dtype, read_rows)
 
@@ -112,7 +119,8 @@ def zeros(shape: Shape, dtype: torch.dtype) -> LazyTensor:
     """Return a lazy tensor of zeros."""
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
-        return torch.zeros(shape_of_rows(shape, start, stop), dtype=dtype)
+        rows_shape = shape_of_rows(shape, start, stop)
+        return torch.zeros(rows_shape, dtype=dtype)
 
     return LazyTensor(shape, dtype, read_rows)
 
@@ -131,9 +139,11 @@ def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
         ValueError: if their dtypes or other dims differ.
     """
     first = parts[0]
+    row_shape = first.shape[1:]
     for part in parts:
-        is_alike = part.dtype == first.dtype and part.shape[1:] == first.shape[1:]
-        if not is_alike:
+        has_dtype = part.dtype == first.dtype
+        has_row_shape = part.shape[1:] == row_shape
+        if not (has_dtype and has_row_shape):
             kinds = [f"{part.dtype} {part.shape}" for part in parts]
             raise ValueError(f"cannot be one tensor: {', '.join(kinds)}")
 
@@ -149,11 +159,12 @@ def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
                 found.append(part.read_rows(part_start, part_stop))
             offset += part.num_rows
         if not found:
-            return torch.empty((0, *first.shape[1:]), dtype=first.dtype)
+            return torch.empty((0, *row_shape), dtype=first.dtype)
         return torch.cat(found)
 
     num_rows = sum(part.num_rows for part in parts)
-    return LazyTensor((num_rows, *first.shape[1:]), first.dtype, read_rows)
+    shape = (num_rows, *row_shape)
+    return LazyTensor(shape, first.dtype, read_rows)
 
 
 def _rows_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -164,4 +175,5 @@ def _rows_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    content = tensor.reshape(-1).view(torch.uint8)
+    return content.numpy().data

@@ -35,7 +35,7 @@ def refuse(title: str, problems: Sequence[str]) -> None:
     """Raise one error that lists the problems, if there are any.
 
     Raises:
-        ValueError: ``<title>:`` and a line for each problem, up to 100.
+        ValueError: ``<title>:`` and a line for each problem; after 100, the number of the others.
     """
     if problems:
         raise ValueError(listed(title, problems, limit=_MOST_PROBLEMS))

@@ -58,12 +58,14 @@ def assign(
     Raises:
         ValueError: lists the parameters that no group fits, or a number without a group.
     """
-    result = [OptimizerParamGroup(dict(fields), []) for fields in groups]
-    has_numbers = numbers or {}
+    result = []
+    for fields in groups:
+        result.append(OptimizerParamGroup(dict(fields), []))
+    known_numbers = numbers or {}
     problems = []
     for name, shape in shapes.items():
-        if name in has_numbers:
-            fitting = [has_numbers[name]]
+        if name in known_numbers:
+            fitting = [known_numbers[name]]
         else:
             fitting = _fitting(
                 name,
@@ -77,15 +79,15 @@ def assign(
             continue
         first, *others = fitting
         if first >= len(groups):
-            problems.append(f"{name}: the map says {first}")
+            problems.append(f"{name}: the map names group {first}")
         elif any(groups[other] != groups[first] for other in others):
             names = ", ".join(str(number) for number in fitting)
             problems.append(f"{name}: groups {names} fit, and they differ")
         else:
             result[first].names.append(name)
     refuse(
-        f"the file has {len(groups)} param groups, and the rules do not say which of them these"
-        " parameters are in (--param-to-param-group-map-json does)",
+        f"the file has {len(groups)} param groups, and the rules do not determine which of them"
+        " these parameters are in (--param-to-param-group-map-json does)",
         problems,
     )
     return result
@@ -100,17 +102,20 @@ def _fitting(
 ) -> list[int]:
     """Return the numbers of the groups that the rules allow for a parameter.
 
-    A rule counts only if the groups differ in it.
+    A rule counts only if the groups differ in it. That of decay counts for any two multipliers: of
+    0.5 and 1, neither is that of a bias.
     """
-    should_decay = _has_weight_decay(name, shape, decay_query_key_norms)
+    multipliers = [group.get("wd_mult") for group in groups]
+    fitting = list(range(len(groups)))
+    if len(set(multipliers)) > 1:
+        should_decay = _has_weight_decay(name, shape, decay_query_key_norms)
+        fitting = [number for number in fitting if (multipliers[number] != 0.0) == should_decay]
     # The value of each group, and the one that the parameter's group has.
     rules = (
-        ([group.get("wd_mult") != 0.0 for group in groups], should_decay),
         ([bool(group.get(EXPERT_FIELD)) for group in groups], is_in_expert(name)),
         ([_has_own_rate(group, groups) for group in groups], name in VOCABULARY),
         (["betas" in group for group in groups], is_adams),
     )
-    fitting = list(range(len(groups)))
     for values, wanted in rules:
         if len(set(values)) > 1:
             fitting = [number for number in fitting if values[number] == wanted]
@@ -198,7 +203,10 @@ def parse_group_map(content: Mapping[str, Any], names: Iterable[str]) -> dict[st
             wrong.append(canonical)
     if wrong:
         raise ValueError(f"the map of param groups should hold numbers of groups: {some(wrong)}")
-    found = {name: numbers[name] for name in names if name in numbers}
+    found = {}
+    for name in names:
+        if name in numbers:
+            found[name] = numbers[name]
     if not found:
         raise ValueError("the map of param groups has no parameter of this checkpoint")
     return found

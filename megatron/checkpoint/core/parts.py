@@ -83,7 +83,8 @@ def progress_of(
     if not show:
         yield ignore_progress
         return
-    stream = stream or sys.stderr
+    if stream is None:
+        stream = sys.stderr
     bar = terminal_bar(stream, desc=title, total=total, unit=unit, unit_scale=unit == "B")
     if bar is None:
         lines = ProgressLines(title, total, unit, stream, clock=time.monotonic)
@@ -95,7 +96,8 @@ def progress_of(
 
 def terminal_bar(stream: TextIO | None = None, **options: Any) -> tqdm | None:
     """Return a new bar of tqdm with these options if ``stream`` is a terminal, else None."""
-    stream = stream or sys.stderr
+    if stream is None:
+        stream = sys.stderr
     if not stream.isatty():
         return None
     return tqdm(file=stream, **options)

@@ -218,7 +218,8 @@ def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
     for name in names:
         layer = _LAYER.match(name)
         if layer is not None:
-            inside.setdefault(layer[1], []).append(layer[2])
+            names_of_layer = inside.setdefault(layer[1], [])
+            names_of_layer.append(layer[2])
     kinds = {}
     for path, parts in inside.items():
         kinds[path] = LayerKind(
@@ -237,7 +238,9 @@ def unstacked(key: str, shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     Raises:
         ValueError: if the tensor has fewer axes than its key implies.
     """
-    num_axes = bool(_STACKED_LAYERS.match(key)) + bool(_STACKED_EXPERTS.search(key))
+    has_layers = _STACKED_LAYERS.match(key) is not None
+    has_experts = _STACKED_EXPERTS.search(key) is not None
+    num_axes = int(has_layers) + int(has_experts)
     if len(shape) < num_axes:
         raise ValueError(f"{key} has the shape {shape}: an axis of layers or experts is missing")
     axes = [range(length) for length in shape[:num_axes]]
@@ -330,9 +333,12 @@ def _has_grouped_experts(state: TrainingState, engine: bool) -> bool:
 
     If the file names no experts, the arguments decide for layers of Transformer Engine.
     """
-    for name, module_name in state.module_names.items():
+    in_file = []
+    for name, path in state.module_names.items():
         if is_in_expert(name):
-            return ".local_experts." not in module_name
+            in_file.append(path)
+    if in_file:
+        return not any(".local_experts." in path for path in in_file)
     return engine and bool(getattr(state.args, "moe_grouped_gemm", False))
 
 
@@ -350,5 +356,7 @@ def _is_stacked(state: TrainingState) -> bool:
     for name, tensor in (state.weights | state.buffers).items():
         if name.startswith("decoder.layers."):
             number, _, rest = name.removeprefix("decoder.layers.").partition(".")
-            layers.setdefault(number, set()).add((rest, tensor.shape))
-    return len({frozenset(tensors_of_layer) for tensors_of_layer in layers.values()}) <= 1
+            tensors_of_layer = layers.setdefault(number, set())
+            tensors_of_layer.add((rest, tensor.shape))
+    kinds = {frozenset(tensors) for tensors in layers.values()}
+    return len(kinds) <= 1

@@ -71,7 +71,8 @@ class Chunk(NamedTuple):
         """Return the index of the chunk in a tensor whose first element is at ``origin``."""
         index = []
         for offset, size, first in zip(self.offsets, self.sizes, origin):
-            index.append(slice(offset - first, offset - first + size))
+            start = offset - first
+            index.append(slice(start, start + size))
         return tuple(index)
 
 
@@ -86,7 +87,8 @@ class ChunkIndex:
         self._groups: dict[_Span, dict[_Span, list[Chunk]]] = {}
         for chunk in chunks:
             group = self._groups.setdefault(chunk.span(0), {})
-            group.setdefault(chunk.span(1), []).append(chunk)
+            alike = group.setdefault(chunk.span(1), [])
+            alike.append(chunk)
 
     def overlaps(self, wanted: Chunk) -> Iterator[tuple[Chunk, Chunk]]:
         """Yield each chunk that has some of the wanted elements, and which of them it has."""
@@ -103,7 +105,9 @@ class ChunkIndex:
 
 
 def _spans_overlap(one: _Span, other: _Span) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
+    start, end = one
+    other_start, other_end = other
+    return start < other_end and other_start < end
 
 
 def chunks_overlap(chunks: Iterable[Chunk]) -> bool:
@@ -115,9 +119,13 @@ def chunks_overlap(chunks: Iterable[Chunk]) -> bool:
     active: list[Chunk] = []
     for chunk in sorted(chunks):
         start, _ = chunk.span(0)
-        active = [other for other in active if other.span(0)[1] > start]
+        still_active = [chunk]
         for other in active:
+            _, end = other.span(0)
+            if end <= start:
+                continue
             if chunk.overlap(other) is not None:
                 return True
-        active.append(chunk)
+            still_active.append(other)
+        active = still_active
     return False

@@ -94,7 +94,8 @@ Entry = TensorEntry | ObjectEntry
 
 def whole(key: str, tensor: LazyTensor) -> TensorEntry:
     """Return the entry of a tensor in one chunk."""
-    return TensorEntry(key, tensor.shape, (0,) * len(tensor.shape), tensor)
+    offsets = (0,) * len(tensor.shape)
+    return TensorEntry(key, tensor.shape, offsets, tensor)
 
 
 class DcpTarget:
@@ -129,7 +130,12 @@ class DcpTarget:
         self.parts = []
         for number, chosen in enumerate(_in_parts(self.entries)):
             num_bytes = sum(_num_bytes(entry) for entry in chosen)
-            self.parts.append(Part(f"{number:05d}", num_bytes, self._writer(number, chosen)))
+            part = Part(
+                name=f"{number:05d}",
+                num_bytes=num_bytes,
+                write=self._writer(number, chosen),
+            )
+            self.parts.append(part)
 
     def _writer(
         self,
@@ -159,9 +165,14 @@ class DcpTarget:
             staging: the directory.
             results: the results of the parts, by name.
         """
-        beside = {name: content() for name, content in self._extra_files.items()}
-        written = [results[part.name]["written"] for part in self.parts]
-        SigningWriter(staging, beside=beside).finish(self.metadata(), written)
+        extra_files = {}
+        for name, content in self._extra_files.items():
+            extra_files[name] = content()
+        written = []
+        for part in self.parts:
+            written.append(results[part.name]["written"])
+        writer = SigningWriter(staging, extra_files=extra_files)
+        writer.finish(self.metadata(), written)
 
     def metadata(self) -> Metadata:
         """Return ``.metadata`` without the places of the entries in files."""
@@ -185,12 +196,15 @@ class EntryPlanner(DefaultSavePlanner):
 
     def __init__(self, entries: list[Entry], progress: Progress = ignore_progress):
         super().__init__(flatten_state_dict=False)
-        self._entries = {_write_item(entry).index: entry for entry in entries}
+        self._entries = {}
+        for entry in entries:
+            self._entries[_write_item(entry).index] = entry
         self._progress = progress
 
     def create_local_plan(self) -> SavePlan:
         """Return the plan of this rank: to write all of its entries."""
-        self.plan = SavePlan([_write_item(entry) for entry in self._entries.values()])
+        items = [_write_item(entry) for entry in self._entries.values()]
+        self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -208,7 +222,8 @@ def _write_item(entry: Entry) -> WriteItem:
     shape = torch.Size(entry.shape)
     offsets = torch.Size(entry.offsets)
     chunk = ChunkStorageMetadata(offsets, torch.Size(entry.sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=entry.tensor.dtype), shape)
+    properties = TensorProperties(dtype=entry.tensor.dtype)
+    data = TensorWriteData(chunk, properties, shape)
     index = MetadataIndex(entry.key, offsets)
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
@@ -248,7 +263,9 @@ class EntryReader(FileSystemReader):
         super().__init__(name)
         self._metadata = target.metadata()
         self._metadata.storage_data = {}  # no entry has a place in a file
-        self._entries: dict[str, Entry] = {entry.key: entry for entry in target.entries}
+        self._entries: dict[str, Entry] = {}
+        for entry in target.entries:
+            self._entries[entry.key] = entry
 
     def __str__(self) -> str:
         return str(self.path)
@@ -261,7 +278,8 @@ class EntryReader(FileSystemReader):
         """Read the entries of a plan."""
         items_of: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            items_of.setdefault(item.storage_index.fqn, []).append(item)
+            items_of_key = items_of.setdefault(item.storage_index.fqn, [])
+            items_of_key.append(item)
         for key, items in items_of.items():
             entry = self._entries[key]
             if isinstance(entry, TensorEntry):

@@ -42,10 +42,12 @@ class SafeReader(FileSystemReader):
         places: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
         for item in plan.items:
             info: _StorageInfo = self.storage_data[item.storage_index]
-            places.setdefault(info.relative_path, []).append((info, item))
+            places_of_file = places.setdefault(info.relative_path, [])
+            places_of_file.append((info, item))
         for name, items in places.items():
             items.sort(key=lambda place: place[0].offset)
-            with durable.opened(Path(self.path) / name, 0) as file:
+            path = Path(self.path) / name
+            with durable.opened(path, 0) as file:
                 _read_items(file, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -63,13 +65,15 @@ def _read_items(
         for info, item in items:
             if item.type == LoadItemType.BYTE_IO:
                 data = os.pread(file.fileno(), info.length, info.offset)
-                planner.load_bytes(item, io.BytesIO(data))
+                stream = io.BytesIO(data)
+                planner.load_bytes(item, stream)
             else:
                 yield item, read_header(file, info, compares=False)
 
     def read(found: tuple[ReadItem, TensorPayload]) -> None:
         item, payload = found
-        target = planner.resolve_tensor(item).detach()
+        target = planner.resolve_tensor(item)
+        target = target.detach()
         read_chunk(file, payload, item.storage_offsets, target)
         planner.commit_tensor(item, target)
 

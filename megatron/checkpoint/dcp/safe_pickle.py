@@ -123,7 +123,10 @@ class StandIn:
         return hash((type(self).__module__, type(self).__qualname__, repr(self.__dict__)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {name: value for name, value in self.__dict__.items() if name != "args"}
+        state = {}
+        for name, value in self.__dict__.items():
+            if name != "args":
+                state[name] = value
         if not state:
             return type(self), self.args
         return type(self), self.args, state

@@ -190,7 +190,8 @@ def assign(
     for rank, items in enumerate(items_of_ranks):
         for position, item in enumerate(items):
             key = (item.index.fqn, item.index.offset)
-            candidates.setdefault(key, []).append((rank, position))
+            candidates_of_key = candidates.setdefault(key, [])
+            candidates_of_key.append((rank, position))
             sizes[key] = _num_bytes(item)
     num_bytes = [0] * len(items_of_ranks)
     chosen: list[list[int]] = [[] for _ in items_of_ranks]
@@ -216,7 +217,9 @@ def _num_bytes(item: WriteItem) -> int:
     data = item.tensor_data
     if data is None or data.chunk is None:
         return _OVERHEAD
-    return _OVERHEAD + math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+    numel = math.prod(data.chunk.sizes)
+    itemsize = data.properties.dtype.itemsize
+    return _OVERHEAD + numel * itemsize
 
 
 # ---- plans that later saves of the same structure use again

@@ -52,12 +52,12 @@ class SigningWriter(FileSystemWriter):
 
     Args:
         path: the directory.
-        beside: name -> content of further files, which the first rank writes and signs too.
+        extra_files: name -> content of further files, which the first rank writes and signs too.
     """
 
-    def __init__(self, path: Path, beside: Mapping[str, bytes] | None = None):
+    def __init__(self, path: Path, extra_files: Mapping[str, bytes] | None = None):
         super().__init__(path)
-        self._beside = beside or {}
+        self._extra_files = extra_files or {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
         """Write the entries of this rank.
@@ -99,11 +99,11 @@ class SigningWriter(FileSystemWriter):
         metadata.storage_meta = self.storage_meta()
         directory = Path(self.path)
         durable.write_bytes(directory / METADATA, pickle.dumps(metadata))
-        for name, content in self._beside.items():
+        for name, content in self._extra_files.items():
             with durable.written(directory / name) as file:
                 file.write(content)
         files = dict(written[-1] for written in results)
-        for name in (METADATA, *self._beside):
+        for name in (METADATA, *self._extra_files):
             files[name] = digest_of(directory / name)
         Manifest(directory, files).write()
 
@@ -153,7 +153,8 @@ def without_others(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if not tensor.is_contiguous() or not tensor.numel():
         return tensor.clone()
-    return torch.frombuffer(bytes_of(tensor), dtype=tensor.dtype).view(tensor.shape)
+    elements = torch.frombuffer(bytes_of(tensor), dtype=tensor.dtype)
+    return elements.view(tensor.shape)
 
 
 class _Stream(io.RawIOBase):

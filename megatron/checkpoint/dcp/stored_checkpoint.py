@@ -73,7 +73,8 @@ class StoredCheckpoint:
                 self.objects.append(key)
         self._storage: dict[tuple[str, Shape], _StorageInfo] = {}
         for index, info in self.metadata.storage_data.items():
-            self._storage[index.fqn, tuple(index.offset or ())] = info
+            offsets = tuple(index.offset or ())
+            self._storage[index.fqn, offsets] = info
         self._chunk_indices: dict[str, ChunkIndex] = {}
         self._payloads: dict[tuple[str, int], TensorPayload] = {}
         self._unchanged: set[TensorPayload] = set()
@@ -82,9 +83,10 @@ class StoredCheckpoint:
     def _check_files(self) -> None:
         problems = list(self._integrity.problems_of_files(self.metadata))
         for key, chunks in self.chunks.items():
-            absent = [
-                chunk.offsets for chunk in chunks if (key, chunk.offsets) not in self._storage
-            ]
+            absent = []
+            for chunk in chunks:
+                if (key, chunk.offsets) not in self._storage:
+                    absent.append(chunk.offsets)
             if absent and all(self.shape(key)):
                 problems.append(f"{key}: its chunks at {absent[:3]} are nowhere in {METADATA}")
         for key in self.objects:
@@ -124,7 +126,8 @@ class StoredCheckpoint:
                     problem = self._integrity.problem_of_content(name, self._changed_entries)
                     if problem is not None:
                         problems.append(problem)
-                    progress((self.directory / name).stat().st_size)
+                    status = (self.directory / name).stat()
+                    progress(status.st_size)
         self._integrity.trust(self._integrity.data_files)
         return problems
 
@@ -152,7 +155,8 @@ class StoredCheckpoint:
             return
         for chunk in self.chunks[key]:
             info = self._storage.get((key, chunk.offsets))
-            if info is not None and file in (None, info.relative_path):
+            is_asked = info is not None and file in (None, info.relative_path)
+            if is_asked:
                 payload = self._payload(key, chunk)
                 if self._integrity.verify:
                     self._compare_checksum(key, payload)
@@ -178,7 +182,11 @@ class StoredCheckpoint:
         """Return the number of bytes that a tensor or an object takes up in the files."""
         if key not in self.tensors:
             return self._storage[key, ()].length
-        return sum(self._storage[key, chunk.offsets].length for chunk in self.chunks[key])
+        num_bytes = 0
+        for chunk in self.chunks[key]:
+            info = self._storage[key, chunk.offsets]
+            num_bytes += info.length
+        return num_bytes
 
     def lazy(self, key: str, index: Sequence[int] = ()) -> LazyTensor:
         """Return the tensor ``key``, or its slice at ``index`` of its leading axes, unread."""
@@ -186,7 +194,8 @@ class StoredCheckpoint:
         # At index (3,) of a shape (8, 5, 4), the slice is the chunk at (3, 0, 0) of (1, 5, 4).
         offsets = (*index, *[0] * len(shape))
         sizes = (*[1] * len(index), *shape)
-        return self.lazy_chunk(key, Chunk(offsets, sizes), num_leading=len(index))
+        chunk = Chunk(offsets, sizes)
+        return self.lazy_chunk(key, chunk, num_leading=len(index))
 
     def lazy_chunk(
         self,
@@ -205,8 +214,10 @@ class StoredCheckpoint:
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
             if not shape:
-                return self.read_chunk(key, chunk).reshape(())
-            rows = self.read_chunk(key, chunk.rows(start, stop, num_leading))
+                element = self.read_chunk(key, chunk)
+                return element.reshape(())
+            chunk_of_rows = chunk.rows(start, stop, num_leading)
+            rows = self.read_chunk(key, chunk_of_rows)
             return rows.reshape(stop - start, *shape[1:])
 
         return LazyTensor(shape, self.dtype(key), read_rows)
@@ -221,7 +232,8 @@ class StoredCheckpoint:
             self._chunk_indices[key] = ChunkIndex(self.chunks[key])
         found = list(self._chunk_indices[key].overlaps(chunk))
         parts = [part for _, part in found]
-        missing = chunk.numel - sum(part.numel for part in parts)
+        num_stored = sum(part.numel for part in parts)
+        missing = chunk.numel - num_stored
         if missing > 0:
             raise DamagedCheckpointError(
                 f"{self.directory}: no chunk of {key} has {missing} of its elements"
@@ -232,7 +244,9 @@ class StoredCheckpoint:
         payloads = [self._sound_payload(key, stored) for stored, _ in found]
         out = torch.empty(chunk.sizes, dtype=self.dtype(key))
         for (stored, part), payload in zip(found, payloads):
-            starts = [offset - first for offset, first in zip(part.offsets, stored.offsets)]
+            starts = []
+            for offset, first in zip(part.offsets, stored.offsets):
+                starts.append(offset - first)
             target = out[part.slices(chunk.offsets)]
             with durable.opened(payload.file, 0) as file:
                 read_chunk(file, payload, starts, target)
@@ -240,7 +254,8 @@ class StoredCheckpoint:
 
     def _sound_payload(self, key: str, stored: Chunk) -> TensorPayload:
         """Find a chunk in its file, and compare the digest of the file, or its own checksum."""
-        self._refuse_damaged(self._storage[key, stored.offsets].relative_path)
+        info = self._storage[key, stored.offsets]
+        self._refuse_damaged(info.relative_path)
         payload = self._payload(key, stored)
         if self._integrity.verify and not self.has_manifest:
             self._compare_checksum(key, payload)
@@ -255,7 +270,9 @@ class StoredCheckpoint:
                     payload = read_header(file, info)
             except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(f"{error}; {key} should be there") from error
-            if payload.size != chunk.sizes or payload.dtype != self.dtype(key):
+            has_size = payload.size == chunk.sizes
+            has_dtype = payload.dtype == self.dtype(key)
+            if not (has_size and has_dtype):
                 raise DamagedCheckpointError(
                     f"{self.directory}: {key} is {payload.dtype} {payload.size} in"
                     f" {info.relative_path}, and {self.dtype(key)} {chunk.sizes} in {METADATA}"
@@ -289,7 +306,8 @@ class StoredCheckpoint:
             DamagedCheckpointError: if it cannot be read.
             RefusedPickleError: if it names a class that checkpoints do not contain.
         """
-        self._refuse_damaged(self._storage[key, ()].relative_path)
+        info = self._storage[key, ()]
+        self._refuse_damaged(info.relative_path)
         return self._unpickle(key)
 
     def _unpickle(self, key: str) -> Any:

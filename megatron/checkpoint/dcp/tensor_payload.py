@@ -109,7 +109,9 @@ def read_header(
 def _payload_in(file: IO[bytes], info: _StorageInfo, compares: bool) -> TensorPayload:
     window = _Window(file, info.offset, info.length)
     with zipfile.ZipFile(window) as archive:
-        names = {name.partition("/")[2]: name for name in archive.namelist()}
+        names = {}
+        for name in archive.namelist():
+            names[name.partition("/")[2]] = name
         key, tensor = _described(archive.read(names["data.pkl"]))
         record = archive.getinfo(names[f"data/{key}"])
         start = _start_of_record(file, info.offset + record.header_offset)

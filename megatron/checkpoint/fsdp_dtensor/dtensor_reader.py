@@ -62,7 +62,10 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
     """
     parameters, other_keys = _parameters_and_other_keys(stored)
     names = _canonical_names(parameters)
-    unknown = [name for name in parameters if key_rules.rule_of(names[name]) is None]
+    unknown = []
+    for name in parameters:
+        if key_rules.rule_of(names[name]) is None:
+            unknown.append(name)
     if not allow_unknown:
         refuse("parameters that no rule knows (--allow-unknown-keys carries them over)", unknown)
     moments, steps = _optimizer_state(stored, parameters)
@@ -70,7 +73,9 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
     _check_group_fields(fields, parameters, set(moments))
     groups = None
     if moments:
-        fields_of = {names[name]: fields.get(name, {}) for name in sorted(moments)}
+        fields_of = {}
+        for name in sorted(moments):
+            fields_of[names[name]] = fields.get(name, {})
         groups = param_groups.group_by_fields(fields_of)
     others = _OtherEntries(stored, other_keys)
     state = TrainingState(
@@ -184,7 +189,8 @@ def _with_joined_halves(tensors: Tensors, where: str) -> Tensors:
             if stem + other not in tensors:
                 raise ValueError(f"{where} has {name}, but not the other half {stem}{other}")
         if half == HALVES[0]:
-            joined[stem] = concatenate([tensors[stem + other] for other in HALVES])
+            halves = [tensors[stem + other] for other in HALVES]
+            joined[stem] = concatenate(halves)
     return joined
 
 
@@ -204,14 +210,16 @@ def _optimizer_state(
     for key in stored.metadata.state_dict_metadata:
         if not key.startswith(STATE_PREFIX):
             continue
-        name, _, slot = plain_name(key.removeprefix(STATE_PREFIX)).rpartition(".")
+        path = plain_name(key.removeprefix(STATE_PREFIX))
+        name, _, slot = path.rpartition(".")
         parameter, _ = split_half(name)
         if parameter not in parameters or slot not in _SLOTS:
             strange.append(key)
         elif slot == "step":
             steps[parameter] = float(stored.read(key))
         else:
-            slots.setdefault(slot, {})[name] = stored.lazy(key)
+            tensors_of_slot = slots.setdefault(slot, {})
+            tensors_of_slot[name] = stored.lazy(key)
     refuse("optimizer state of unknown parameters, or of unknown slots", strange)
     moments: dict[str, Tensors] = {}
     for slot, tensors in slots.items():
@@ -230,7 +238,8 @@ def _group_fields(stored: StoredCheckpoint) -> dict[str, Fields]:
     fields: dict[str, Fields] = {}
     for key in [*stored.objects, *stored.tensors]:
         if key.startswith(META_PREFIX):
-            name, _, field = plain_name(key.removeprefix(META_PREFIX)).rpartition(".")
+            path = plain_name(key.removeprefix(META_PREFIX))
+            name, _, field = path.rpartition(".")
             value = stored.read(key)
             if isinstance(value, torch.Tensor):
                 value = value.item()
@@ -290,8 +299,14 @@ class _OtherEntries:
 
     def read_below(self, prefix: str) -> Fields:
         """Read all entries whose keys begin with ``prefix``, by the rest of their keys."""
-        keys = [key for key in sorted(self.unread) if key.startswith(prefix)]
-        return {key.removeprefix(prefix): self.read(key) for key in keys}
+        keys = []
+        for key in sorted(self.unread):
+            if key.startswith(prefix):
+                keys.append(key)
+        values = {}
+        for key in keys:
+            values[key.removeprefix(prefix)] = self.read(key)
+        return values
 
 
 def _random_states(others: _OtherEntries) -> RandomStates:
@@ -305,7 +320,9 @@ def _random_states(others: _OtherEntries) -> RandomStates:
         match = _RANDOM_STATE.match(key)
         if match is None:
             continue
-        ranks = by_rank.setdefault((int(match[1]), int(match[2])), {})
+        stage = int(match[1])
+        tensor_rank = int(match[2])
+        ranks = by_rank.setdefault((stage, tensor_rank), {})
         generators = ranks.setdefault(int(match[3]), {"rng_tracker_states": {}})
         name = match[4].removeprefix("rng_tracker_states.")
         if name != match[4]:

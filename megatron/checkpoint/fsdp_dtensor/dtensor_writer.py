@@ -47,8 +47,13 @@ def target(
     optimizer_prefix = optimizer_prefix or _default_optimizer_prefix(state)
     _check_prefix("model", model_prefix)
     _check_prefix("optimizer.state", optimizer_prefix)
-    shapes = {name: tensor.shape for name, tensor in state.weights.items()}
-    gated = {name for name in shapes if key_rules.has_halves(name, shapes)}
+    shapes = {}
+    for name, tensor in state.weights.items():
+        shapes[name] = tensor.shape
+    gated = set()
+    for name in shapes:
+        if key_rules.has_halves(name, shapes):
+            gated.add(name)
     _check_gated(state, gated, must_be_gated, gated_modules)
     entries = _EntryList(
         state,

@@ -50,9 +50,13 @@ def wrapper_prefix(keys: Iterable[str], names: Iterable[str]) -> str | None:
 def without_layout(fields: Mapping[str, Any]) -> Fields:
     """Return the fields of a param group that do not depend on the parallel layout of the run.
 
-    that of experts does: in a run with one expert rank experts have no groups of their own.
+    The field of experts' groups does: with one expert rank experts have no groups of their own.
     """
-    return {field: value for field, value in fields.items() if field != EXPERT_FIELD}
+    kept = {}
+    for field, value in fields.items():
+        if field != EXPERT_FIELD:
+            kept[field] = value
+    return kept
 
 
 def split_half(name: str) -> tuple[str, str]:

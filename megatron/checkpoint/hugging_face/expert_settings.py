@@ -37,7 +37,10 @@ def _read_sparse_layers(config: Config, problems: Problems) -> Arguments:
 
 
 def _write_sparse_layers(args: Namespace, problems: Problems) -> Config:
-    dense = [number for number, sparse in enumerate(layers_with_experts(args)) if not sparse]
+    dense = []
+    for number, sparse in enumerate(layers_with_experts(args)):
+        if not sparse:
+            dense.append(number)
     return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
 
 

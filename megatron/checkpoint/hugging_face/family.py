@@ -85,14 +85,18 @@ def _split_heads(tensor: LazyTensor, args: Namespace) -> list[LazyTensor]:
     first = 0  # row of the queries, the key or the value in a group
     for width in widths:
         starts = range(first, tensor.num_rows, sum(widths))
-        theirs.append(concatenate([tensor.rows(start, start + width) for start in starts]))
+        parts = [tensor.rows(start, start + width) for start in starts]
+        theirs.append(concatenate(parts))
         first += width
     return theirs
 
 
 def _head_shapes(shape: Shape, args: Namespace) -> list[Shape]:
     num_groups = num_query_groups(args)
-    return [(num_groups * width, *shape[1:]) for width in _group_widths(args)]
+    shapes = []
+    for width in _group_widths(args):
+        shapes.append((num_groups * width, *shape[1:]))
+    return shapes
 
 
 def _merge_fused_heads(theirs: Sequence[LazyTensor], args: Namespace) -> LazyTensor:
@@ -104,7 +108,8 @@ def _merge_fused_heads(theirs: Sequence[LazyTensor], args: Namespace) -> LazyTen
     heads = args.num_attention_heads
     width = args.kv_channels
     columns = torch.arange(3 * heads * width)
-    order = columns.view(3, heads, width).transpose(0, 1).reshape(-1)
+    by_head = columns.view(3, heads, width).transpose(0, 1)
+    order = by_head.reshape(-1)
     return _transposed(theirs[0], after=order)
 
 
@@ -113,7 +118,8 @@ def _split_fused_heads(tensor: LazyTensor, args: Namespace) -> list[LazyTensor]:
     heads = args.num_attention_heads
     width = args.kv_channels
     rows = torch.arange(3 * heads * width)
-    order = rows.view(heads, 3, width).transpose(0, 1).reshape(-1)
+    by_part = rows.view(heads, 3, width).transpose(0, 1)
+    order = by_part.reshape(-1)
     return [_transposed(tensor, before=order)]
 
 
@@ -349,7 +355,8 @@ class Family:
         """Yield all tensors of the model of ``args``."""
         for row in self.outside:
             if row.where(args, 0):
-                yield Pairing(row.ours, tuple(row.theirs.split()), row.rearrangement)
+                names = tuple(row.theirs.split())
+                yield Pairing(row.ours, names, row.rearrangement)
         for number in range(args.num_layers):
             ours = f"decoder.layers.{number}."
             theirs = f"{self.layers}{number}."
@@ -373,7 +380,9 @@ class Family:
 
         A setting that no rule reads has to be one of those without meaning.
         """
-        values: dict[str, Any] = {argument.name: argument.default for argument in ARGUMENTS}
+        values: dict[str, Any] = {}
+        for argument in ARGUMENTS:
+            values[argument.name] = argument.default
         values |= self.arguments | self.training
         problems: list[str] = []
         known = {*_IGNORED, *self.ignored}

@@ -213,7 +213,9 @@ Those that only concern its training, such as losses that balance experts, are n
 def completed(args: Namespace) -> Namespace:
     """Return a copy with defaults for missing arguments, and sizes that follow from others."""
     known = vars(args)
-    defaults = {argument.name: argument.default_in(known) for argument in ARGUMENTS}
+    defaults = {}
+    for argument in ARGUMENTS:
+        defaults[argument.name] = argument.default_in(known)
     args = Namespace(**(defaults | known))
     args.group_query_attention = bool(args.group_query_attention)
     if args.kv_channels is None and args.hidden_size and args.num_attention_heads:
@@ -233,7 +235,10 @@ def layers_with_experts(args: Namespace) -> list[int]:
     pattern = getattr(args, "moe_layer_freq", 1)
     if not isinstance(pattern, int):
         return list(pattern)
-    return [int(number % pattern == 0) for number in range(args.num_layers)]
+    has_experts = []
+    for number in range(args.num_layers):
+        has_experts.append(int(number % pattern == 0))
+    return has_experts
 
 
 def num_query_groups(args: Namespace) -> int:

@@ -16,6 +16,7 @@ file, or whole tensors. A conversion has to do with less memory than either.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,7 +45,9 @@ def is_model_directory(path: Path) -> bool:
 
     A checkpoint may have ``config.json`` too, and so has the folder of a run: that of its settings.
     """
-    if not (path / CONFIG).is_file() or (path / METADATA).is_file():
+    has_config = (path / CONFIG).is_file()
+    is_checkpoint = (path / METADATA).is_file()
+    if is_checkpoint or not has_config:
         return False
     try:
         return OF_A_RUN not in read_json(path / CONFIG)
@@ -69,7 +72,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object, with keys in order."""
-    durable.write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+    text = json.dumps(content, indent=2, sort_keys=True)
+    durable.write_text(path, text + "\n")
 
 
 def read_tensors(directory: Path) -> Tensors:
@@ -89,7 +93,10 @@ def read_tensors(directory: Path) -> Tensors:
     if not isinstance(file_of, dict):
         raise ValueError(f"{directory / INDEX} has no weight_map")
     files = sorted(set(file_of.values()))
-    absent = [file for file in files if not (directory / file).is_file()]
+    absent = []
+    for file in files:
+        if not (directory / file).is_file():
+            absent.append(file)
     refuse(f"{directory / INDEX} names files that are not there", absent)
     tensors_of = {file: stored_tensors(directory / file) for file in files}
     tensors = {}
@@ -143,10 +150,14 @@ def dequantized(
     for name, tensor in tensors.items():
         scales = tensors.get(name + SCALE)
         if scales is None and tensor.dtype != CODES:
-            if name.removesuffix(SCALE) not in tensors or not name.endswith(SCALE):
+            is_scale = name.endswith(SCALE) and name.removesuffix(SCALE) in tensors
+            if not is_scale:
                 found[name] = tensor
             continue
-        wanted = tuple(-(-size // length) for size, length in zip(tensor.shape, block))
+        num_blocks = []
+        for size, length in zip(tensor.shape, block):
+            num_blocks.append(math.ceil(size / length))
+        wanted = tuple(num_blocks)
         given = "missing"
         if scales is not None:
             given = f"{scales.dtype} {scales.shape}"
@@ -169,11 +180,14 @@ def _product(
     block: Sequence[int],
 ) -> LazyTensor:
     def read_rows(start: int, stop: int) -> torch.Tensor:
-        first = start // block[0]
-        factors = scales.read_rows(first, -(-stop // block[0]))
-        factors = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        block_rows, block_columns = block
+        first = start // block_rows
+        last = math.ceil(stop / block_rows)
+        factors = scales.read_rows(first, last)
+        factors = factors.repeat_interleave(block_rows, 0)
+        factors = factors.repeat_interleave(block_columns, 1)
         values = codes.read_rows(start, stop).float()
-        skipped = start - first * block[0]
+        skipped = start - first * block_rows
         num_rows, num_columns = values.shape
         return values * factors[skipped : skipped + num_rows, :num_columns]
 
@@ -186,19 +200,25 @@ def quantized(
 ) -> tuple[LazyTensor, LazyTensor]:
     """Return the codes and the scales of a matrix: 448 stands for the largest value of a block."""
     rows, columns = tensor.shape
-    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    block_rows, block_columns = block
+    grid_rows = math.ceil(rows / block_rows)
+    grid_columns = math.ceil(columns / block_columns)
+    grid = (grid_rows, grid_columns)
     largest = torch.finfo(CODES).max
 
     def computed() -> tuple[torch.Tensor, torch.Tensor]:
-        missing_rows = grid[0] * block[0] - rows
-        missing_columns = grid[1] * block[1] - columns
+        missing_rows = grid_rows * block_rows - rows
+        missing_columns = grid_columns * block_columns - columns
         padding = (0, missing_columns, 0, missing_rows)
-        values = nn.functional.pad(tensor.read().float(), padding)
-        blocks = values.view(grid[0], block[0], grid[1], block[1])
+        exact = tensor.read().float()
+        values = nn.functional.pad(exact, padding)
+        blocks = values.view(grid_rows, block_rows, grid_columns, block_columns)
         maxima = blocks.abs().amax((1, 3), keepdim=True)
         scales = torch.where(maxima > 0, maxima, 1.0) / largest
-        codes = (blocks / scales).clamp(-largest, largest).view(values.shape)
-        return codes[:rows, :columns].to(CODES), scales.view(grid)
+        scaled = (blocks / scales).clamp(-largest, largest)
+        padded_codes = scaled.view(values.shape)
+        codes = padded_codes[:rows, :columns].to(CODES)
+        return codes, scales.view(grid)
 
     def read_codes(start: int, stop: int) -> torch.Tensor:
         codes, _ = computed()
@@ -261,7 +281,10 @@ def stored_tensors(path: Path) -> Tensors:
             problems.append(f"{name}: {problem}")
     problems = problems or _gaps(header, size - start)
     refuse(f"{path} cannot be read as a safetensors file", problems)
-    return {name: _stored_tensor(path, start, entry) for name, entry in header.items()}
+    tensors = {}
+    for name, entry in header.items():
+        tensors[name] = _stored_tensor(path, start, entry)
+    return tensors
 
 
 def _problem(entry: Any, num_bytes: int) -> str | None:

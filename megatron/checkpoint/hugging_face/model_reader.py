@@ -58,10 +58,13 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
     stored = _with_single_experts(_with_base(stored, family.base), family)
     args.mtp_num_layers = _num_predicting_layers(family, args.num_layers, stored)
     args.padded_vocab_size = _padded_size(args.vocab_size, vocabulary_multiple)
-    pairings = [pairing for pairing in family.pairings(args) if not pairing.is_copy]
+    pairings = []
+    for pairing in family.pairings(args):
+        if not pairing.is_copy:
+            pairings.append(pairing)
     problems = _wrong_tensors(args, pairings, stored)
     notes, unknown = _other_tensors(family, args, stored)
-    refuse(f"{directory} has other tensors than its config.json says", [*problems, *unknown])
+    refuse(f"{directory} has other tensors than its config.json implies", [*problems, *unknown])
     announced = config.get("num_nextn_predict_layers") or 0
     found = args.mtp_num_layers or 0
     if family.predicts and announced != found:

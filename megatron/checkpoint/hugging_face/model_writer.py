@@ -139,8 +139,11 @@ class HuggingFaceTarget:
             file_of: dict[str, str] = {}
             for part in self.parts:
                 file_of |= dict.fromkeys(results[part.name]["tensors"], part.name)
-            size = {"total_size": sum(part.num_bytes for part in self.parts)}
-            index = {"metadata": size, "weight_map": dict(sorted(file_of.items()))}
+            num_bytes = sum(part.num_bytes for part in self.parts)
+            index = {
+                "metadata": {"total_size": num_bytes},
+                "weight_map": dict(sorted(file_of.items())),
+            }
             write_json(staging / INDEX, index)
         write_json(staging / CONFIG, self.config)
         if self.template is None:
@@ -163,7 +166,10 @@ class HuggingFaceTarget:
         # Without a template these are null, or transformers would take those of some vocabulary.
         base = base or {"bos_token_id": None, "eos_token_id": None}
         replaced = {*self.family.keys, "dtype", "transformers_version", "quantization_config"}
-        whole = {key: value for key, value in base.items() if key not in replaced}
+        whole = {}
+        for key, value in base.items():
+            if key not in replaced:
+                whole[key] = value
         for rule in self.family.rules:
             meaning = rule.read(config, [])
             in_base = not base.keys().isdisjoint(rule.keys)
@@ -299,7 +305,7 @@ def _their_tensors(
             problems.append(f"{name}: missing")
         elif ours[name].shape != shape:
             problems.append(f"{name}: {ours[name].shape}, but by its arguments {shape}")
-    refuse("the checkpoint has other tensors than its arguments say", problems)
+    refuse("the checkpoint has other tensors than its arguments imply", problems)
     found = {}
     for pairing in pairings:
         parts = pairing.rearrangement.split(ours[pairing.ours], args)
@@ -351,4 +357,5 @@ def _part(file: str, tensors: Tensors, notes: list[str]) -> Part:
             "notes": notes[known:],
         }
 
-    return Part(file, sum(tensor.num_bytes for tensor in tensors.values()), write)
+    num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+    return Part(file, num_bytes, write)

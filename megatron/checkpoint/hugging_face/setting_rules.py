@@ -236,7 +236,10 @@ def _read_quantization(config: Config, problems: Problems) -> Arguments:
     given = config.get("quantization_config") or {}
     block = given.get("weight_block_size") or ()
     is_fp8 = given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
-    sizes = [size for size in block if type(size) is int and size > 0]
+    sizes = []
+    for size in block:
+        if type(size) is int and size > 0:
+            sizes.append(size)
     has_blocks = len(block) == len(sizes) == 2
     if given and not (is_fp8 and has_blocks):
         problems.append(

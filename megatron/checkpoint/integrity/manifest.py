@@ -60,7 +60,8 @@ def digest_of(path: Path, algorithm: str = BLOCKS) -> FileDigest:
     with durable.opened(path) as file:
         while block := file.read(1 << 22):
             digest.update(block)
-    return FileDigest(path.stat().st_size, digest.hexdigest(), SHA256)
+    num_bytes = path.stat().st_size
+    return FileDigest(num_bytes, digest.hexdigest(), SHA256)
 
 
 def is_of_rank(name: str, rank: int, world_size: int) -> bool:
@@ -111,11 +112,18 @@ def files_of_rank(directory: Path, rank: int, world_size: int) -> list[str]:
         rank: the rank.
         world_size: number of ranks that share the work.
     """
-    return [name for name in _files(directory) if is_of_rank(name, rank, world_size)]
+    names = []
+    for name in _files(directory):
+        if is_of_rank(name, rank, world_size):
+            names.append(name)
+    return names
 
 
 def _files(directory: Path) -> list[str]:
-    paths = [path for path in directory.rglob("*") if path.is_file()]
+    paths = []
+    for path in directory.rglob("*"):
+        if path.is_file():
+            paths.append(path)
     return sorted(path.relative_to(directory).as_posix() for path in paths)
 
 
@@ -169,7 +177,8 @@ class Manifest:
         files = {}
         for name, found in self.files.items():
             files[name] = {"bytes": found.bytes, found.algorithm: found.digest}
-        signature = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+        signed = json.dumps(files).encode()
+        signature = hashlib.sha256(signed).hexdigest()
         return json.dumps({"sha256": signature, "files": files}, indent=1) + "\n"
 
     def size_problem(self, name: str) -> str | None:
@@ -255,8 +264,10 @@ class FileIntegrity:
         for index, info in metadata.storage_data.items():
             name = info.relative_path
             end = info.offset + info.length
-            self._ends[name] = max(self._ends.get(name, 0), end)
-            self._keys.setdefault(name, set()).add(index.fqn)
+            end_before = self._ends.get(name, 0)
+            self._ends[name] = max(end_before, end)
+            keys = self._keys.setdefault(name, set())
+            keys.add(index.fqn)
         self.data_files = sorted(self._ends)
         for name in self.data_files:
             if Path(name).is_absolute() or ".." in Path(name).parts:

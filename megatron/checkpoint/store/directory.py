@@ -248,7 +248,11 @@ def new_directory(path: str | Path) -> OutputDirectory:
 def _content(path: Path) -> list[Path]:
     """Return what is at a path: it itself, or what is in the directory, without what is staged."""
     if path.is_dir():
-        return [found for found in path.iterdir() if not found.name.startswith(".writing_")]
+        complete = []
+        for found in path.iterdir():
+            if not found.name.startswith(".writing_"):
+                complete.append(found)
+        return complete
     if os.path.lexists(path):
         return [path]
     return []

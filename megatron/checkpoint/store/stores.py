@@ -108,14 +108,17 @@ class Store:
         entries = {}
         for entry in found:
             name = _below(entry["name"], self._root)
-            if not name and entry["type"] == "file" and entry.get("size"):
+            is_file = entry["type"] == "file" and entry.get("size")
+            if is_file and not name:
                 raise ValueError("it is a file; a directory with checkpoints is expected")
             is_hidden = entry["type"] == "directory" and name.startswith(".")
             if name and not is_hidden:
                 entries[name] = entry
-        for marker in [name for name in entries if name.startswith(f"{INCOMPLETE}_")]:
+        markers = [name for name in entries if name.startswith(f"{INCOMPLETE}_")]
+        for marker in markers:
+            name = marker.removeprefix(f"{INCOMPLETE}_")
             entries.pop(marker)
-            entries.pop(marker.removeprefix(f"{INCOMPLETE}_"), None)
+            entries.pop(name, None)
         return entries
 
     def fetch(self, path: Path, patterns: Sequence[str] = ("*",)) -> None:
@@ -124,12 +127,15 @@ class Store:
         Raises:
             OSError: if a file cannot be downloaded.
         """
-        remote = self._remote(path.relative_to(self.staged).as_posix())
+        name_of_folder = path.relative_to(self.staged)
+        remote = self._remote(name_of_folder.as_posix())
         missing = {}
         with errors_of(self.url), alone_in(self.staged.parent):
             for name, (source, size) in self._files(remote).items():
                 target = path / name
-                is_there = target.is_file() and target.stat().st_size == size
+                is_there = False
+                if target.is_file():
+                    is_there = target.stat().st_size == size
                 is_wanted = any(fnmatch(name, pattern) for pattern in patterns)
                 if is_wanted and not is_there:
                     missing[source] = target
@@ -192,9 +198,12 @@ class Store:
         """Download files, each of which is there completely or not at all."""
         if not files:
             return
-        for folder in {target.parent for target in files.values()}:
+        folders = {target.parent for target in files.values()}
+        for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-        temporary = [str(durable.temporary_of(target)) for target in files.values()]
+        temporary = []
+        for target in files.values():
+            temporary.append(str(durable.temporary_of(target)))
         self._system.get(list(files), temporary)
         for name, target in zip(temporary, files.values()):
             os.replace(name, target)
@@ -238,12 +247,17 @@ class Store:
             name: name of the directory at the URL; empty for the URL itself.
             files: paths of the files in both directories.
         """
-        targets = [self._remote(PurePosixPath(name, file).as_posix()) for file in files]
+        targets = []
+        for file in files:
+            path = PurePosixPath(name, file)
+            targets.append(self._remote(path.as_posix()))
         with errors_of(self.url):
-            for parent in sorted({target.rpartition("/")[0] for target in targets}):
+            parents = {target.rpartition("/")[0] for target in targets}
+            for parent in sorted(parents):
                 self._make_directory(parent)
             if files:
-                self._system.put([str(folder / file) for file in files], targets)
+                sources = [str(folder / file) for file in files]
+                self._system.put(sources, targets)
 
     def finish(
         self,
@@ -293,7 +307,8 @@ class Store:
         with errors_of(self.url):
             self._system.invalidate_cache()
             for path in self._system.glob(f"{self._root}/{INCOMPLETE}_*"):
-                self.abandon(_below(path, self._root).removeprefix(f"{INCOMPLETE}_"))
+                marker = _below(path, self._root)
+                self.abandon(marker.removeprefix(f"{INCOMPLETE}_"))
 
     def retain(self, interval: int, newest: int) -> None:
         """Delete checkpoints as :func:`directory.retain` does; called on one rank."""
@@ -354,7 +369,9 @@ def errors_of(
 
 
 def _below(path: str, above: str) -> str:
-    return path.strip("/").removeprefix(above.strip("/")).strip("/")
+    whole = path.strip("/")
+    below = whole.removeprefix(above.strip("/"))
+    return below.strip("/")
 
 
 def _marker(name: str) -> str:

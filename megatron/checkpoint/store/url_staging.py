@@ -126,7 +126,8 @@ def _enter(room: Path) -> None:
         _remove_if_unused(lock)
     lock = _lock_of(room)
     while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(lock, flags, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if _is_current(descriptor, lock):
             break
@@ -162,6 +163,8 @@ def _lock_of(room: Path) -> Path:
 
 def _is_current(descriptor: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        locked_file = os.fstat(descriptor)
+        file_now = os.stat(path)
+        return os.path.samestat(locked_file, file_now)
     except FileNotFoundError:
         return False

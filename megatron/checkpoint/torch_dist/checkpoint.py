@@ -194,7 +194,8 @@ def _add_objects(
             random_states[stage, tensor_rank, data_rank] = value
         elif extra_state is not None:
             if has_extra_states:
-                _add_extra_state(state, extra_state, stored.read_object(key)[0])
+                content = stored.read_object(key)[0]
+                _add_extra_state(state, extra_state, content)
         elif key not in used and key != COMMON_OBJECT:
             state.notes.append(f"{key}: not a part of training that is known here; left out")
     for stage, tensor_rank, data_rank in sorted(random_states):
@@ -206,7 +207,9 @@ def _add_extra_state(state: TrainingState, key: re.Match[str], value: Any) -> No
     """Add the extra state of a module, unless it is empty."""
     if isinstance(value, torch.Tensor) and value.numel():
         index = tuple(int(number) for number in key[2].split("."))
-        state.extra_states[name_at(key[1], index)] = value.numpy().tobytes()
+        name = name_at(key[1], index)
+        content = value.numpy()
+        state.extra_states[name] = content.tobytes()
 
 
 def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
@@ -222,7 +225,8 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
     Raises:
         ValueError: if some layers or experts have a parameter that others lack.
     """
-    names = sorted([*state.weights, *state.buffers], key=key_rules.registration_order)
+    names = [*state.weights, *state.buffers]
+    names.sort(key=key_rules.registration_order)
     keys = {name: spelling.stacked_key(name) for name in names}
     axes = _leading_axes(keys)
     state.notes += notes_on_steps(state)
@@ -235,7 +239,8 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
     tensors = state.weights | state.buffers
     for name, (key, index) in keys.items():
         tensor = tensors[name]
-        in_model = tensor.to(state.compute_dtype.get(name, tensor.dtype))
+        dtype = state.compute_dtype.get(name, tensor.dtype)
+        in_model = tensor.to(dtype)
         shape = axes[key] + tensor.shape
         offsets = index + (0,) * len(tensor.shape)
         entries.append(TensorEntry(key, shape, offsets, in_model))
@@ -246,8 +251,9 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
         if main is not None:
             slots = {main: tensor.to(torch.float32), **slots}
         for slot, value in slots.items():
-            entries.append(TensorEntry(f"optimizer.state.{slot}.{key}", shape, offsets, value))
-    return DcpTarget(entries, extra_files=files_beside(state), notes=state.notes)
+            slot_key = f"optimizer.state.{slot}.{key}"
+            entries.append(TensorEntry(slot_key, shape, offsets, value))
+    return DcpTarget(entries, extra_files=other_files(state), notes=state.notes)
 
 
 def main_slot(has_distributed: bool, dtype: torch.dtype) -> str | None:
@@ -262,7 +268,7 @@ def main_slot(has_distributed: bool, dtype: torch.dtype) -> str | None:
     return "fp32_param"
 
 
-def files_beside(state: TrainingState) -> dict[str, Callable[[], bytes]]:
+def other_files(state: TrainingState) -> dict[str, Callable[[], bytes]]:
     """Return the names of the format's further files, and functions that return their content."""
     return {
         COMMON_FILE: lambda: safe_pickle.save_torch(common_of(state)),
@@ -279,7 +285,8 @@ def _leading_axes(keys: Mapping[str, _StackedKey]) -> dict[str, tuple[int, ...]]
     """
     indices: dict[str, set[tuple[int, ...]]] = {}
     for key, index in keys.values():
-        indices.setdefault(key, set()).add(index)
+        indices_of_key = indices.setdefault(key, set())
+        indices_of_key.add(index)
     axes = {}
     holes = []
     for key, found in indices.items():
@@ -322,7 +329,8 @@ def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
     num_stages, num_tensor_ranks = (max(axis) + 1 for axis in zip(*state.random_states))
     # Megatron-Core has an object for each data-parallel rank where experts are divided, else one
     # list of them all.
-    are_apart = (getattr(state.args, "expert_model_parallel_size", None) or 1) > 1
+    num_expert_ranks = getattr(state.args, "expert_model_parallel_size", None) or 1
+    are_apart = num_expert_ranks > 1
     for (stage, tensor_rank), states in state.random_states.items():
         ranks = (stage, tensor_rank)
         sizes = (num_stages, num_tensor_ranks)
@@ -330,7 +338,11 @@ def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
             yield ObjectEntry(_object_key("rng_state", ranks, sizes), [states])
             continue
         for data_rank, generators in enumerate(states):
-            key = _object_key("rng_state", (*ranks, data_rank), (*sizes, len(states)))
+            key = _object_key(
+                "rng_state",
+                index=(*ranks, data_rank),
+                shape=(*sizes, len(states)),
+            )
             yield ObjectEntry(key, [[generators]])
 
 
@@ -348,14 +360,20 @@ def extra_state_objects(
         extra_states: canonical name that ends in ``._extra_state`` -> the pickled state.
     """
     # By their keys: that of a norm inside a linear layer is the linear layer's.
-    values = {spelling.stacked_key(name): value for name, value in extra_states.items()}
+    values = {}
+    for name, value in extra_states.items():
+        values[spelling.stacked_key(name)] = value
     seen = set()
     for name in axes:
         if not key_rules.has_extra_state(name, spelling.transformer_engine):
             continue
         key, index = spelling.stacked_key(name)
         extra_key = f"{key.rpartition('.')[0]}._extra_state"
-        object_key = _object_key(extra_key, index or (0,), axes[name] or (1,))
+        object_key = _object_key(
+            extra_key,
+            index=index or (0,),
+            shape=axes[name] or (1,),
+        )
         if object_key in seen:
             continue
         seen.add(object_key)

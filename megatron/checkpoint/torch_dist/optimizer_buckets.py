@@ -85,7 +85,9 @@ def decode(
     model, placement = _find_layout(dense, experts, weights, args)
     for name, copies in placement.items():
         for slot in copies[0][0].buffer.slots:
-            tensors = [joined_tensor(model, name, slot, shards) for shards in copies]
+            tensors = []
+            for shards in copies:
+                tensors.append(joined_tensor(model, name, slot, shards))
             yield name, slot, first_of_equal(name, slot, tensors)
 
 
@@ -96,7 +98,10 @@ def _find_layout(
     args: Namespace | None,
 ) -> tuple[RegisteredModel, Placement]:
     """Find the layout that fits: the model in it, and where its parameters are."""
-    missing = [name for name in _NEEDED_ARGUMENTS if getattr(args, name, None) is None]
+    missing = []
+    for name in _NEEDED_ARGUMENTS:
+        if getattr(args, name, None) is None:
+            missing.append(name)
     found: list[tuple[RegisteredModel, Placement]] = []
     failures: dict[str, BucketLayout] = {}  # reason -> first layout that fails for it
     for layout in _possible_layouts(dense, experts, args):
@@ -118,7 +123,8 @@ def _find_layout(
             "the optimizer's buckets fit several layouts, and the checkpoint's args lack"
             f" {', '.join(missing)}"
         )
-        raise ValueError(listed(title, [str(model.layout) for model, _ in found]))
+        layouts = [str(model.layout) for model, _ in found]
+        raise ValueError(listed(title, layouts))
     return found[0]
 
 
@@ -170,7 +176,11 @@ def _possible_implementations(
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    divisors = []
+    for size in range(1, number + 1):
+        if number % size == 0:
+            divisors.append(size)
+    return divisors
 
 
 def joined_tensor(
@@ -199,11 +209,13 @@ def joined_tensor(
     if num_shards > len(shards):
         raise ValueError(f"{name} is divided among {num_shards} ranks, but {len(shards)} have it")
     shape = model.shard(name).shape
-    tensors = [_shard_tensor(shard, slot, shape) for shard in shards[:num_shards]]
+    tensors = []
+    for shard in shards[:num_shards]:
+        tensors.append(_shard_tensor(shard, slot, shape))
     if num_shards == 1:
         return tensors[0]
     if dim == 1:
-        return _beside_each_other(tensors)
+        return _side_by_side(tensors)
     if model.has_halves(name):
         return _with_halves_joined(tensors)
     return concatenate(tensors)
@@ -218,18 +230,22 @@ def _with_halves_joined(shards: Sequence[LazyTensor]) -> LazyTensor:
     """
     half = shards[0].num_rows // 2
     gates = [shard.rows(0, half) for shard in shards]
-    others = [shard.rows(half, 2 * half) for shard in shards]
+    others = []
+    for shard in shards:
+        others.append(shard.rows(half, 2 * half))
     return concatenate([*gates, *others])
 
 
-def _beside_each_other(shards: Sequence[LazyTensor]) -> LazyTensor:
+def _side_by_side(shards: Sequence[LazyTensor]) -> LazyTensor:
     """Join matrices along dim 1."""
     rows, columns = shards[0].shape
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
-        return torch.cat([shard.read_rows(start, stop) for shard in shards], dim=1)
+        parts = [shard.read_rows(start, stop) for shard in shards]
+        return torch.cat(parts, dim=1)
 
-    return LazyTensor((rows, columns * len(shards)), shards[0].dtype, read_rows)
+    shape = (rows, columns * len(shards))
+    return LazyTensor(shape, shards[0].dtype, read_rows)
 
 
 def _shard_tensor(shard: StoredShard, slot: str, shape: Shape) -> LazyTensor:
@@ -237,7 +253,12 @@ def _shard_tensor(shard: StoredShard, slot: str, shape: Shape) -> LazyTensor:
     row = math.prod(shape[1:])
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
-        elements = shard.buffer.read(slot, shard.location, start * row, stop * row)
+        elements = shard.buffer.read(
+            slot,
+            location=shard.location,
+            start=start * row,
+            stop=stop * row,
+        )
         return elements.reshape(stop - start, *shape[1:])
 
     return LazyTensor(shape, shard.buffer.slots[slot], read_rows)

@@ -157,7 +157,9 @@ class ShardedBuffer:
         self.numel = sum(self.lengths)
 
     def _bucket_length(self, bucket: Mapping[str, str]) -> int:
-        shapes = {self._stored.shape(key) for key in bucket.values()}
+        shapes = set()
+        for key in bucket.values():
+            shapes.add(self._stored.shape(key))
         shape = next(iter(shapes))
         is_one_shape = len(shapes) == 1 and len(shape) == 1
         if bucket.keys() != self.slots.keys() or not is_one_shape:
@@ -318,7 +320,9 @@ class GatheredBuffer:
             stop: end of the elements that are read, counted likewise.
         """
         tensor: torch.Tensor = self._load()[slot]
-        return tensor[location.offset + start : location.offset + stop].clone()
+        first = location.offset + start
+        last = location.offset + stop
+        return tensor[first:last].clone()
 
 
 def sharded_buffers(
@@ -329,8 +333,10 @@ def sharded_buffers(
     buckets_of: dict[tuple[OptimizerOfRank, int, str], dict[int, dict[str, str]]] = {}
     for key, parsed in keys.items():
         if isinstance(parsed, BucketKey):
-            buckets = buckets_of.setdefault((parsed.owner, parsed.buffer, parsed.dtype), {})
-            buckets.setdefault(parsed.bucket, {})[parsed.slot] = key
+            position = (parsed.owner, parsed.buffer, parsed.dtype)
+            buckets = buckets_of.setdefault(position, {})
+            keys_of_bucket = buckets.setdefault(parsed.bucket, {})
+            keys_of_bucket[parsed.slot] = key
     found: dict[OptimizerOfRank, list[ShardedBuffer]] = defaultdict(list)
     for owner, buffer, dtype in sorted(buckets_of):
         buckets = buckets_of[owner, buffer, dtype]
@@ -358,7 +364,9 @@ def check_bucket_sizes(
         expected = []
         for sizes_of_dtypes in read_sharded_object(stored, key):
             expected += [list(sizes) for sizes in sizes_of_dtypes.values()]
-        actual = [buffer.lengths for buffer in buffers.get(owner, [])]
+        actual = []
+        for buffer in buffers.get(owner, []):
+            actual.append(buffer.lengths)
         if expected != actual:
             raise ValueError(
                 f"the buckets should have {expected} elements by {key}, but they have {actual}"
@@ -413,7 +421,8 @@ def gathered_buffers(
                 bucket_size = None
                 if is_first_stage and is_first_chunk:
                     bucket_size = _bucket_size(args)
-                buffers.append(GatheredBuffer(loader(key, number, dtypes), dtype, bucket_size))
+                load = loader(key, number, dtypes)
+                buffers.append(GatheredBuffer(load, dtype, bucket_size))
     return found
 
 

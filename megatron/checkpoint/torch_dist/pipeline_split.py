@@ -119,7 +119,10 @@ def place_experts(
             numbers = range(expert_rank * experts_of_rank, (expert_rank + 1) * experts_of_rank)
             contents: list[tuple[str, list[ParameterShard]]] = []
             for shards in chunks_of_stage:
-                mine = [shard for shard in shards if expert_number(shard.name) in numbers]
+                mine = []
+                for shard in shards:
+                    if expert_number(shard.name) in numbers:
+                        mine.append(shard)
                 contents += shards_by_dtype(model, mine).items()
             # With two stages of two expert-parallel and two expert-tensor-parallel ranks, the ranks
             # 4 and 5 of eight have the first half of the experts in stage 1: 2 * (0 + 2 * 1) = 4.
@@ -132,7 +135,8 @@ def place_experts(
 def add_copies(placement: Placement, ranks: Sequence[Sequence[StoredShard]]) -> None:
     """Add a copy of every parameter of a model chunk, whose ranks have them in one order."""
     for shards in zip(*ranks):
-        placement.setdefault(shards[0].name, []).append(list(shards))
+        placements = placement.setdefault(shards[0].name, [])
+        placements.append(list(shards))
 
 
 def shards_by_dtype(
@@ -142,7 +146,8 @@ def shards_by_dtype(
     """Group shards by the dtype that the parameter has in the model, as text."""
     found: dict[str, list[ParameterShard]] = {}
     for shard in shards:
-        found.setdefault(model.dtype(shard.name), []).append(shard)
+        shards_of_dtype = found.setdefault(model.dtype(shard.name), [])
+        shards_of_dtype.append(shard)
     return found
 
 

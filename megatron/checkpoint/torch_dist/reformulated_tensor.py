@@ -58,9 +58,13 @@ def reformulated(
         ValueError: if the stored shape is not that of equal blocks of ``shape``.
     """
     *grid, block_numel = stored.shape(key)
-    block = [size // max(number, 1) for size, number in zip(shape, grid)]
-    whole = [size * number for size, number in zip(block, grid)]
-    is_divided = whole == [*shape] and len(grid) == len(shape)
+    block = []
+    is_divided = len(grid) == len(shape)
+    for size, number in zip(shape, grid):
+        if number == 0 or size % number != 0:
+            is_divided = False
+            break
+        block.append(size // number)
     if not is_divided or math.prod(block) != block_numel:
         raise ValueError(
             f"{key}: {tuple(stored.shape(key))} is not {tuple(shape)} in equal blocks: expected the"
@@ -91,7 +95,9 @@ class _Blocks:
     ):
         self._stored = stored
         self._key = key
-        self._leading = [position // size for position, size in zip(index, block)]
+        self._leading = []
+        for position, size in zip(index, block):
+            self._leading.append(position // size)
         self._grid = grid[len(index) :]
         self._block = block[len(index) :]
         # A block has as many elements at every index, one index after another. With leading sizes
@@ -107,10 +113,12 @@ class _Blocks:
         read = self._read_rows
         if not shape:
             read = self._read_scalar
-        return LazyTensor(shape, self._stored.dtype(self._key), read)
+        dtype = self._stored.dtype(self._key)
+        return LazyTensor(shape, dtype, read)
 
     def _read_scalar(self, start: int, stop: int) -> torch.Tensor:
-        return self._read_elements(self._leading, self._start, 1).reshape(())
+        element = self._read_elements(self._leading, self._start, 1)
+        return element.reshape(())
 
     def _read_rows(self, start: int, stop: int) -> torch.Tensor:
         """Read the rows ``[start, stop)``.
@@ -122,7 +130,9 @@ class _Blocks:
         rows, *sizes = self._block  # of a block, from the axis of the rows on
         columns_of_grid = self._grid[1:]
         row_numel = math.prod(sizes)
-        row_shape = [number * size for number, size in zip(columns_of_grid, sizes)]
+        row_shape = []
+        for number, size in zip(columns_of_grid, sizes):
+            row_shape.append(number * size)
         dtype = self._stored.dtype(self._key)
         out = torch.empty((stop - start, *row_shape), dtype=dtype)
         for band in range(start // rows, math.ceil(stop / rows)):
@@ -133,9 +143,12 @@ class _Blocks:
             for columns in itertools.product(*map(range, columns_of_grid)):
                 position = [*self._leading, band, *columns]
                 elements = self._read_elements(position, offset, numel)
-                corner = [column * size for column, size in zip(columns, sizes)]
+                corner = []
+                for column, size in zip(columns, sizes):
+                    corner.append(column * size)
                 target = Chunk((first, *corner), (last - first, *sizes))
-                index = target.slices([start, *[0] * len(corner)])
+                origin = [start, *[0] * len(corner)]
+                index = target.slices(origin)
                 out[index] = elements.reshape(target.sizes)
         return out
 
@@ -148,4 +161,5 @@ class _Blocks:
         """Read elements of the block at ``position`` of the grid, a 1-d tensor."""
         sizes = (1,) * len(position) + (numel,)
         chunk = Chunk((*position, offset), sizes)
-        return self._stored.read_chunk(self._key, chunk).reshape(numel)
+        elements = self._stored.read_chunk(self._key, chunk)
+        return elements.reshape(numel)

@@ -127,7 +127,9 @@ class RegisteredModel:
     def __init__(self, weights: Tensors, layout: BucketLayout):
         self._weights = weights
         self.layout = layout
-        self._shapes = {name: tensor.shape for name, tensor in weights.items()}
+        self._shapes = {}
+        for name, tensor in weights.items():
+            self._shapes[name] = tensor.shape
         self.embedding: list[str] = []
         self.decoder: list[list[str]] = []
         self.final_norm: list[str] = []

@@ -234,7 +234,10 @@ def param_groups_of(optimizers: Sequence[Any]) -> list[Fields]:
         common_step = (inner.get("state") or {}).get("common_step")
         is_last_of_several = 0 < number == len(optimizers) - 1
         for fields in inner.get("param_groups", []):
-            group = {name: value for name, value in fields.items() if name != "params"}
+            group = {}
+            for name, value in fields.items():
+                if name != "params":
+                    group[name] = value
             group.setdefault(EXPERT_FIELD, is_last_of_several)
             step = common_step
             if step is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves in the background: training goes on while tensors are copied and written."""
+"""Saves in the background: training continues while tensors are copied and written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.mcore_adapter.checkpoints.checkpoint_writer import WriterProcess, 
 from megatron.mcore_adapter.checkpoints.forward_writes import is_buffer_of, num_writes_to_weights
 from megatron.mcore_adapter.checkpoints.staging import StagingBuffer
 from megatron.mcore_adapter.run.errors import RunError
-from megatron.mcore_adapter.run.first_rank import Say
+from megatron.mcore_adapter.run.first_rank import Log
 from megatron.mcore_adapter.run.run_state import Progress, TrainedParts
 
 _WAITING_INTERVAL = 0.05
@@ -64,7 +64,7 @@ class BackgroundSaves:
         args: arguments of the run. With ``use_persistent_ckpt_worker`` one writer process of each
             rank lives as long as this object; otherwise every save starts its own.
         device: device of tensors for collectives.
-        say: prints a line on the first rank.
+        log: prints a line on the first rank.
         published: called with the progress of a checkpoint after it has been published.
 
     Raises:
@@ -75,12 +75,12 @@ class BackgroundSaves:
         self,
         args: argparse.Namespace,
         device: torch.device,
-        say: Say,
+        log: Log,
         published: Callable[[Progress], None],
     ):
         self._args = args
         self._device = device
-        self._say = say
+        self._log = log
         self._published = published
         self._buffer = StagingBuffer()
         self._has_reserved = False
@@ -147,7 +147,7 @@ class BackgroundSaves:
                 self._kill()
                 self._publish_or_discard(root, progress, problems)
         self._pending = PendingSave(root, replace(progress))
-        self._say(f"writing the checkpoint of iteration {progress.iteration} in the background")
+        self._log(f"writing the checkpoint of iteration {progress.iteration} in the background")
 
     def finish_copying(self) -> None:
         """Wait until the state is copied, so that the optimizer may change it.
@@ -221,7 +221,7 @@ class BackgroundSaves:
 
     def _publish_or_discard(self, root: str, progress: Progress, problems: list[str]) -> None:
         checkpointing.conclude(
-            args=self._args, root=root, progress=progress, problems=problems, say=self._say
+            args=self._args, root=root, progress=progress, problems=problems, log=self._log
         )
 
     def wait(self) -> None:
@@ -239,7 +239,7 @@ class BackgroundSaves:
                 break
             if not is_announced:
                 iteration = self._pending.progress.iteration
-                self._say(
+                self._log(
                     f"waiting for the checkpoint of iteration {iteration}, which is still being"
                     " written"
                 )

@@ -25,7 +25,7 @@ from megatron.checkpoint.hugging_face.model_arguments import (
 )
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, COMMON_OBJECT, read_common
-from megatron.mcore_adapter.run.first_rank import Say, on_first_rank
+from megatron.mcore_adapter.run.first_rank import Log, on_first_rank
 
 CAPACITY = (
     "moe_expert_capacity_factor",
@@ -175,7 +175,10 @@ def layers_without_rotation(args: argparse.Namespace) -> list[int]:
     pattern = args.no_rope_freq or [0]
     if isinstance(pattern, int):  # 4: three layers rotate, the fourth does not, and so on
         pattern = [0] * (pattern - 1) + [1]
-    return [pattern[number % len(pattern)] for number in range(args.num_layers)]
+    without = []
+    for number in range(args.num_layers):
+        without.append(pattern[number % len(pattern)])
+    return without
 
 
 ONE_SPELLING: dict[str, Callable[[argparse.Namespace], Any]] = {
@@ -224,7 +227,7 @@ def training_differences(saved: argparse.Namespace, own: argparse.Namespace) -> 
     return lines
 
 
-def check_arguments(source: Path, args: argparse.Namespace, say: Say) -> None:
+def check_arguments(source: Path, args: argparse.Namespace, log: Log) -> None:
     """Refuse a checkpoint whose weights mean something else in this run; a collective.
 
     Print one line about arguments that differ and may do so.
@@ -232,14 +235,14 @@ def check_arguments(source: Path, args: argparse.Namespace, say: Say) -> None:
     Args:
         source: directory of the checkpoint, whose arguments the first rank reads.
         args: arguments of this run.
-        say: prints a line on the first rank.
+        log: prints a line on the first rank.
 
     Raises:
         ValueError: on every rank, listing the values of the file and of this run.
     """
     harmless = on_first_rank(lambda: _compared(source, args))
     if harmless:
-        say(f"arguments that may differ from those of {source}, and do: {'; '.join(harmless)}")
+        log(f"arguments that may differ from those of {source}, and do: {'; '.join(harmless)}")
 
 
 def _compared(source: Path, args: argparse.Namespace) -> list[str]:

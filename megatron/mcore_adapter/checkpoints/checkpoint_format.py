@@ -20,7 +20,7 @@ from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digests
 from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.checkpoints.entered_together import PeerError, entered_together
 from megatron.mcore_adapter.checkpoints.saved_state import StateDict
-from megatron.mcore_adapter.run.first_rank import Say
+from megatron.mcore_adapter.run.first_rank import Log
 from megatron.mcore_adapter.run.run_state import TrainedParts
 
 
@@ -60,7 +60,7 @@ class CheckpointFormat(Protocol):
         state: StateDict,
         parts: TrainedParts,
         source: Path,
-        say: Say,
+        log: Log,
     ) -> StateDict:
         """Load a checkpoint into the model and the optimizer, and return the rest of it.
 
@@ -69,7 +69,7 @@ class CheckpointFormat(Protocol):
             state: everything but weights and optimizer, as a run without a checkpoint has it.
             parts: model, and the optimizer if its state is loaded.
             source: directory of the checkpoint, whose files have been checked.
-            say: prints a line on the first rank.
+            log: prints a line on the first rank.
 
         Raises:
             ValueError: on every rank, before anything is overwritten, if the checkpoint does not
@@ -137,7 +137,7 @@ def report_partial_load(
     not_in_file: Sequence[str],
     not_in_model: Sequence[str],
     fits: bool,
-    say: Say,
+    log: Log,
 ) -> None:
     """Print the entries that a load that is not strict leaves out.
 
@@ -146,7 +146,7 @@ def report_partial_load(
         not_in_file: keys that keep their values of this run; the same on all ranks.
         not_in_model: keys of the file that no rank uses; the same on all ranks.
         fits: True if some tensor of the model is in the file.
-        say: prints a line on the first rank.
+        log: prints a line on the first rank.
 
     Raises:
         ValueError: on every rank, if no tensor of the model is in the file.
@@ -163,7 +163,7 @@ def report_partial_load(
     if not fits:
         raise ValueError(f"{source} has no weight of this model:\n  " + "\n  ".join(lines))
     for line in lines:
-        say(f"note: {source} is loaded in part: {line}")
+        log(f"note: {source} is loaded in part: {line}")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
 from megatron.mcore_adapter.checkpoints.checkpoint_arguments import stored_arguments
 from megatron.mcore_adapter.run.errors import RunError, is_of_machine
-from megatron.mcore_adapter.run.first_rank import Say
+from megatron.mcore_adapter.run.first_rank import Log
 
 Damage = dict[Path, str]
 """Path of a checkpoint or a tracker file that is skipped -> description of its damage."""
@@ -62,7 +62,7 @@ class CheckpointSource:
         return description
 
 
-def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> CheckpointSource | None:
+def find_source(args: argparse.Namespace, log: Log, damage: Damage) -> CheckpointSource | None:
     """Return the checkpoint to load, None to start from scratch, without reading tensors.
 
     Checkpoints at a URL are downloaded to this node first. ``args.load`` has precedence, at
@@ -71,7 +71,7 @@ def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> Checkpoin
 
     Args:
         args: arguments of the run.
-        say: prints a line.
+        log: prints a line.
         damage: damaged checkpoints to skip, from earlier calls and :func:`pass_over`; those that
             this call skips are added.
 
@@ -87,11 +87,16 @@ def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> Checkpoin
         if is_given:
             iteration: int | str | None = args.ckpt_step
         elif root == load:
-            root, iteration = _newer_of_both(args, load, say, damage)
+            root, iteration = _newer_of_both(args, load, log, damage)
         else:
             iteration = _newest_sound(root, args, damage)
         if iteration is None and is_model_directory(Path(root)):
-            return CheckpointSource(Path(root), directory.RELEASE, True, is_newest=False)
+            return CheckpointSource(
+                path=Path(root),
+                iteration=directory.RELEASE,
+                weights_only=True,
+                is_newest=False,
+            )
         if iteration is None:
             continue
         path = directory.find(root, iteration)
@@ -107,7 +112,7 @@ def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> Checkpoin
         flag = "--exit-on-missing-checkpoint" if args.exit_on_missing_checkpoint else "--finetune"
         raise ValueError(f"{flag}: {load} has no {directory.TRACKER}")
     if load:
-        say(
+        log(
             f"{load} has no {directory.TRACKER}: starting from scratch, which"
             " --exit-on-missing-checkpoint makes an error"
         )
@@ -160,7 +165,8 @@ def continues_in(save: str | None, source: CheckpointSource | None) -> bool:
     """Return True if the run resumes from a checkpoint of its --save directory."""
     if not save or source is None or source.weights_only:
         return False
-    return source.path.parent.resolve() == Path(save).resolve()
+    root = source.path.parent
+    return root.resolve() == Path(save).resolve()
 
 
 def continues(args: argparse.Namespace, source: CheckpointSource | None) -> bool:
@@ -176,7 +182,9 @@ def is_own(args: argparse.Namespace) -> bool:
     """Return True if --load and --save name the same directory, from which the run resumes."""
     if not args.save or not args.load or args.finetune:
         return False
-    return Path(args.load).resolve() == Path(args.save).resolve()
+    load = Path(args.load)
+    save = Path(args.save)
+    return load.resolve() == save.resolve()
 
 
 # ---- the newest checkpoint
@@ -190,7 +198,7 @@ def non_persistent_root(args: argparse.Namespace, root: str) -> str:
 def _newer_of_both(
     args: argparse.Namespace,
     load: str,
-    say: Say,
+    log: Log,
     damage: Damage,
 ) -> tuple[str, int | str | None]:
     """Return the directory and the iteration of the newest checkpoint, non-persistent or not.
@@ -201,7 +209,7 @@ def _newer_of_both(
     Args:
         args: arguments of the run.
         load: the directory that --load names.
-        say: prints a line.
+        log: prints a line.
         damage: as that of :func:`find_source`.
 
     Raises:
@@ -215,7 +223,7 @@ def _newer_of_both(
         if extra_iterations and not damage:
             extra = extra_iterations[0]
             if not isinstance(newest, int) or newest < extra:
-                say(
+                log(
                     f"{extra_root} has a newer one, of iteration {extra}, which only"
                     " --non-persistent-ckpt-type global loads"
                 )
@@ -238,7 +246,7 @@ def _newer_of_both(
     return max(sound, key=_number, default=(load, None))
 
 
-def _number(found: tuple[str, int | str | None]) -> int:
+def _number(found: tuple[str, int | str]) -> int:
     """Return the iteration that was found, 0 for a release."""
     iteration = found[1]
     if isinstance(iteration, int):
@@ -339,8 +347,10 @@ def _absent(root: str, iteration: int | str) -> str:
 
 def _checkpoints_in(root: str) -> str:
     """Return the names of the checkpoints of a directory."""
-    paths = [*Path(root).glob("iter_*"), *Path(root).glob(directory.RELEASE)]
-    return ", ".join(sorted(path.name for path in paths)) or "none"
+    folder = Path(root)
+    paths = [*folder.glob("iter_*"), *folder.glob(directory.RELEASE)]
+    names = sorted(path.name for path in paths)
+    return ", ".join(names) or "none"
 
 
 def _damage_of(path: Path, args: argparse.Namespace) -> str | None:

@@ -52,7 +52,7 @@ from megatron.mcore_adapter.checkpoints.saved_state import (
 from megatron.mcore_adapter.checkpoints.torch_dist_format import TorchDistFormat
 from megatron.mcore_adapter.precision_aware import unscaled_moments
 from megatron.mcore_adapter.run.errors import RunError, is_of_machine
-from megatron.mcore_adapter.run.first_rank import Say, on_first_rank, wait_until_visible
+from megatron.mcore_adapter.run.first_rank import Log, on_first_rank, wait_until_visible
 from megatron.mcore_adapter.run.run_state import Progress, TrainedParts
 
 FORMATS: dict[tuple[bool, str], CheckpointFormat] = {
@@ -75,7 +75,7 @@ def save(
     args: argparse.Namespace,
     parts: TrainedParts,
     progress: Progress,
-    say: Say,
+    log: Log,
     root: str | None = None,
 ) -> None:
     """Write the state of the run into a new checkpoint and publish it; a collective.
@@ -84,7 +84,7 @@ def save(
         args: arguments of the run.
         parts: model, optimizer and schedule.
         progress: progress of the run, whose iteration names the checkpoint.
-        say: prints a line on the first rank.
+        log: prints a line on the first rank.
         root: directory of checkpoints; None for ``args.save``.
 
     Raises:
@@ -94,7 +94,7 @@ def save(
     content = collect(args, parts, progress)
     target = prepare(root, progress.iteration)
     problems = write(args, content, target)
-    conclude(args=args, root=root, progress=progress, problems=problems, say=say)
+    conclude(args=args, root=root, progress=progress, problems=problems, log=log)
 
 
 def collect(args: argparse.Namespace, parts: TrainedParts, progress: Progress) -> StateDict:
@@ -161,7 +161,7 @@ def conclude(
     root: str,
     progress: Progress,
     problems: list[str],
-    say: Say,
+    log: Log,
 ) -> None:
     """Publish a checkpoint that is written, or discard it if there are problems; a collective.
 
@@ -171,7 +171,7 @@ def conclude(
             checkpoint is kept.
         progress: progress of the run at the iteration of the checkpoint.
         problems: problems of all ranks, the same on every rank.
-        say: prints a line on the first rank.
+        log: prints a line on the first rank.
 
     Raises:
         RunError: on every rank, if there are problems.
@@ -192,7 +192,7 @@ def conclude(
         _on_first_rank(lambda: directory.retain(root, None, iteration), "cannot clean up")
     elif interval:
         _on_first_rank(lambda: location.retain(root, interval, iteration), "cannot clean up")
-    say(
+    log(
         f"saved checkpoint of iteration {iteration} to"
         f" {directory.iteration_directory(root, iteration)}"
     )
@@ -217,7 +217,7 @@ def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
 
 @metadata_read_once()
 @collector_paused()
-def load(args: argparse.Namespace, parts: TrainedParts, say: Say) -> Progress:
+def load(args: argparse.Namespace, parts: TrainedParts, log: Log) -> Progress:
     """Load the checkpoint of ``--load`` or ``--pretrained-checkpoint``, and return its progress.
 
     A collective. All counters of the progress are 0 if there is no checkpoint, or if only weights
@@ -226,21 +226,21 @@ def load(args: argparse.Namespace, parts: TrainedParts, say: Say) -> Progress:
     Args:
         args: arguments of the run.
         parts: model, optimizer and schedule, into which it is loaded.
-        say: prints a line on the first rank.
+        log: prints a line on the first rank.
 
     Raises:
         ValueError: on every rank, if there is no such checkpoint, or none that is sound, or it is
             of another model or in a format that this run does not read.
         RunError: on the ranks that could read it, if another one could not.
     """
-    source = choose_source(args, say)
+    source = choose_source(args, log)
     progress = Progress()
     if source is not None:
         on_first_rank(lambda: save_directory.refuse_overwriting(args, source))
         with entered_together():
-            progress = load_source(source, args, parts, say)
+            progress = load_source(source, args, parts, log)
     for line in on_first_rank(lambda: save_directory.settle(args, source)):
-        say(line)
+        log(line)
     return progress
 
 
@@ -248,7 +248,7 @@ def load_source(
     source: CheckpointSource,
     args: argparse.Namespace,
     parts: TrainedParts,
-    say: Say,
+    log: Log,
 ) -> Progress:
     """Load a checkpoint that :func:`choose_source` has found, and return its progress.
 
@@ -258,7 +258,7 @@ def load_source(
         source: the checkpoint.
         args: arguments of the run.
         parts: model, optimizer and schedule, into which it is loaded.
-        say: prints a line on the first rank.
+        log: prints a line on the first rank.
 
     Raises:
         ValueError: on every rank, if it is of another model or in a format that this run does not
@@ -270,7 +270,7 @@ def load_source(
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
     with_rng = not (args.no_load_rng or source.weights_only)
     if not args.no_check_checkpoint_args:
-        check_arguments(path, args, say)
+        check_arguments(path, args, log)
     wanted = TrainedParts(parts.model)
     if with_optimizer:
         wanted = parts
@@ -278,23 +278,23 @@ def load_source(
     own_rates: list[dict[str, Any]] = []
     if with_optimizer:
         own_rates = rates_of(parts.scheduler)  # the load replaces them
-    loaded = _read(args=args, state=state, parts=wanted, source=path, say=say)
+    loaded = _read(args=args, state=state, parts=wanted, source=path, log=log)
 
     if with_optimizer:
         load_schedule(parts.scheduler, loaded["opt_param_scheduler"], own_rates)
     elif optimizer is not None:
         optimizer.reload_model_params()  # copies the loaded weights to its fp32 weights
     if with_rng:
-        load_random_state(loaded.get("rng_state"), path, say)
-    _report_other_vocabulary(loaded["args"], args, path, say)
+        load_random_state(loaded.get("rng_state"), path, log)
+    _report_other_vocabulary(loaded["args"], args, path, log)
     if stores.is_staged(path):
         agree([])  # every rank has read the copy
         stores.drop(path)
     if source.weights_only:
-        say(f"loaded the weights of {path}")
+        log(f"loaded the weights of {path}")
         return Progress()
     progress = Progress.of_checkpoint(loaded)
-    say(f"loaded {source.in_words(progress.iteration)}")
+    log(f"loaded {source.in_words(progress.iteration)}")
     return progress
 
 
@@ -302,18 +302,18 @@ def _report_other_vocabulary(
     saved: argparse.Namespace,
     args: argparse.Namespace,
     path: Path,
-    say: Say,
+    log: Log,
 ) -> None:
     saved_rows = getattr(saved, "padded_vocab_size", None)
     if saved_rows not in (None, args.padded_vocab_size):
-        say(
+        log(
             f"{path} has {saved_rows} rows of vocabulary, this run {args.padded_vocab_size}: rows"
             " of padding take part in the loss, which is another one now; --padded-vocab-size"
             f" {saved_rows} keeps it"
         )
 
 
-def choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
+def choose_source(args: argparse.Namespace, log: Log) -> CheckpointSource | None:
     """Return the checkpoint to load, the same on every rank; None to start from scratch.
 
     A collective. If the newest checkpoint is damaged, it is the newest sound one before it.
@@ -324,7 +324,7 @@ def choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None
     """
     damage: Damage = {}
     while True:
-        source = url_saves.found_for_all(lambda: find_source(args, say, damage))
+        source = url_saves.found_for_all(lambda: find_source(args, log, damage))
         if source is None:
             return None
         path = source.path
@@ -337,7 +337,7 @@ def choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None
         except ValueError as error:
             pass_over(args, source, str(error), damage)
     for line in fallback_lines(args, source, damage):
-        say(line)
+        log(line)
     for path in damage:
         stores.drop(path)
     return source
@@ -395,7 +395,7 @@ def _read(
     state: StateDict,
     parts: TrainedParts,
     source: Path,
-    say: Say,
+    log: Log,
 ) -> StateDict:
     """Read ``source`` into the model and the optimizer, and return the rest of it.
 
@@ -404,7 +404,7 @@ def _read(
         state: everything but weights and optimizer, as a run without a checkpoint has it.
         parts: model, and the optimizer if its state is loaded.
         source: directory of the checkpoint.
-        say: prints a line on the first rank.
+        log: prints a line on the first rank.
 
     Raises:
         ValueError: it does not fit this run, lacks an entry, or is damaged.
@@ -412,7 +412,7 @@ def _read(
     try:
         with unscaled_moments(parts.optimizer, is_load=True):
             loaded = format_for(args).load(
-                args=args, state=state, parts=parts, source=source, say=say
+                args=args, state=state, parts=parts, source=source, log=log
             )
         for key in state.keys() & {"args", "iteration", "opt_param_scheduler"}:
             loaded[key]  # raises KeyError if the file lacks it

@@ -31,7 +31,7 @@ from megatron.checkpoint.store.directory import METADATA
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.checkpoints.saved_state import StateDict
-from megatron.mcore_adapter.run.first_rank import Say
+from megatron.mcore_adapter.run.first_rank import Log
 
 
 def format_of(source: Path) -> str:
@@ -49,13 +49,13 @@ def format_of(source: Path) -> str:
     return FSDP_DTENSOR
 
 
-def open_converted(source: Path, args: argparse.Namespace, say: Say) -> EntryReader:
+def open_converted(source: Path, args: argparse.Namespace, log: Log) -> EntryReader:
     """Return a reader of a checkpoint as if it were converted to fsdp_dtensor; a collective.
 
     Args:
         source: directory of the checkpoint, which is in another format.
         args: arguments of the run that loads it.
-        say: prints a line on the first rank.
+        log: prints a line on the first rank.
 
     Raises:
         ValueError: on every rank, if it cannot be converted.
@@ -65,10 +65,10 @@ def open_converted(source: Path, args: argparse.Namespace, say: Say) -> EntryRea
         # The loader finds parameters by their canonical names, whatever layers its model has.
         target = fsdp_dtensor.target(state, choose_spelling(state, "local"))
     notes = set(state.notes)
-    say(f"{source} is in the format {format_of(source)}: converted in memory")
+    log(f"{source} is in the format {format_of(source)}: converted in memory")
     _share_comparisons(source, state)
     for note in agree(notes.union(state.notes)):
-        say(f"note: {note}")
+        log(f"note: {note}")
     return EntryReader(target, str(source))
 
 
@@ -91,7 +91,10 @@ def _share_comparisons(source: Path, state: TrainingState) -> None:
 
     This compares whole tensors, which the ranks divide among them.
     """
-    names = [name for name, is_fresh in state.is_fresh.items() if is_fresh.known is None]
+    names = []
+    for name, is_fresh in state.is_fresh.items():
+        if is_fresh.known is None:
+            names.append(name)
     # Sorted by size and dealt to the ranks in turn, so that all shares have about the same size.
     names.sort(key=lambda name: (-state.weights[name].num_bytes, name))
     fresh = []
@@ -175,7 +178,7 @@ def take_momentum(
     changed: dict[str, StateDict],
     optimizer: MegatronOptimizer,
     content: StateDict,
-    say: Say,
+    log: Log,
 ) -> None:
     """Complete the state of parameters whose momentum was read from another optimizer's.
 
@@ -185,7 +188,7 @@ def take_momentum(
         changed: result of :func:`ask_for_momentum`; the second moments in it are computed.
         optimizer: optimizer of this run, whose param groups take the file's step.
         content: loaded content of the checkpoint.
-        say: prints a line on the first rank.
+        log: prints a line on the first rank.
     """
     step = _latest_step(optimizer, content)
     if changed:
@@ -207,9 +210,9 @@ def take_momentum(
     of_adam = agree(of_adam)
     of_muon = agree(of_muon)
     if of_adam:
-        say(f"note: Muon's momentum is loaded as Adam's two moments: {some(of_adam)}")
+        log(f"note: Muon's momentum is loaded as Adam's two moments: {some(of_adam)}")
     if of_muon:
-        say(
+        log(
             f"note: Adam's first moment is loaded as Muon's, the second one is not: {some(of_muon)}"
         )
 

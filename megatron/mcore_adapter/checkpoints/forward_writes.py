@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 
 
 def is_buffer_of(model: Sequence[MegatronModule]) -> Callable[[torch.Tensor], bool]:
-    """Return a function that tells whether a tensor shares storage with a buffer of the model.
+    """Return a function that checks whether a tensor shares storage with a buffer of the model.
 
     Forwards and the end of a backward write to buffers, such as the biases of routers.
     """

@@ -7,6 +7,7 @@ import argparse
 import copy
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ from megatron.mcore_adapter.checkpoints.converted_source import (
 from megatron.mcore_adapter.checkpoints.saved_state import StateDict
 from megatron.mcore_adapter.checkpoints.vocabulary_padding import VocabularyArguments, fit_padding
 from megatron.mcore_adapter.file_differences import FileDifferences
-from megatron.mcore_adapter.run.first_rank import Say
+from megatron.mcore_adapter.run.first_rank import Log
 from megatron.mcore_adapter.run.run_state import TrainedParts
 
 Model = list[FullyShardedDataParallel]
@@ -102,7 +103,8 @@ class FsdpDtensorFormat:
         content["model"] = model_entries(model, names)
         content["model"].update(extra_states(model, names.name))
         if optimizer is not None:
-            content["optimizer"] = optimizer_entries(model, optimizer, own_prefix(model), names)
+            prefix = own_prefix(model)
+            content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
             if optimizer.grad_scaler is not None:
                 content["grad_scaler"] = optimizer.grad_scaler.state_dict()
         return content
@@ -156,7 +158,7 @@ class FsdpDtensorFormat:
         state: StateDict,
         parts: TrainedParts,
         source: Path,
-        say: Say,
+        log: Log,
     ) -> StateDict:
         """Load a checkpoint of any format into model and optimizer; return all of its content.
 
@@ -166,50 +168,63 @@ class FsdpDtensorFormat:
             state: everything but weights and optimizer, as a run without a checkpoint has it.
             parts: model, and the optimizer if its state is loaded.
             source: directory of the checkpoint.
-            say: prints a line on the first rank.
+            log: prints a line on the first rank.
 
         Raises:
             ValueError: on every rank, before anything is overwritten, with the entries that are
                 missing on any rank or have another shape.
         """
-        model = parts.model
         optimizer = parts.optimizer
         reader: StorageReader = SafeReader(source)
         if format_of(source) != FSDP_DTENSOR:
-            reader = open_converted(source, args, say)
+            reader = open_converted(source, args, log)
         stored = _read_metadata(reader)
         names = EntryNames.of(args, names_in_file(stored))
-        content = _content_to_load(args=args, state=state, parts=parts, stored=stored, names=names)
+        content = _content_to_load(
+            args=args,
+            state=state,
+            parts=parts,
+            stored=stored,
+            names=names,
+        )
         changed: dict[str, StateDict] = {}
         if optimizer is not None:
             changed = ask_for_momentum(content["optimizer"], stored, names.gated)
-        fit_padding(
-            content,
-            stored,
-            VocabularyArguments.of(args),
-            lambda: VocabularyArguments.of(_read_args(reader)),
-        )
+        fit_padding(content, stored, VocabularyArguments.of(args), partial(_vocabulary_of, reader))
         _check(
             content=content,
             stored=stored,
             source=source,
-            say=None if args.strict_fsdp_dtensor_load else say,
+            log=None if args.strict_fsdp_dtensor_load else log,
             unused=[f"{STATE_PREFIX}{name}.{MOMENTS[1]}" for name in changed],
         )
         if optimizer is not None:
             drop_absent_settings(content["optimizer"][SETTINGS], stored)
         _read(content, reader)
         # Weights and moments were read in place. Values derived from them are updated here.
-        for chunk in model:
-            load_own_state(chunk, lambda key: content["model"].get(MODEL_PREFIX + names.name(key)))
+        _load_own_states(parts.model, content["model"], names)
         if optimizer is not None:
-            _load_settings(model, optimizer, content["optimizer"][SETTINGS], names)
-            take_momentum(changed, optimizer, content, say)
+            _load_settings(parts.model, optimizer, content["optimizer"][SETTINGS], names)
+            take_momentum(changed, optimizer, content, log)
             if "grad_scaler" in content:
                 optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
         if "rng_state" in content:
             content["rng_state"] = content["rng_state"][_rng_key()]
         return content
+
+
+def _vocabulary_of(reader: StorageReader) -> VocabularyArguments:
+    return VocabularyArguments.of(_read_args(reader))
+
+
+def _load_own_states(model: Model, entries: StateDict, names: EntryNames) -> None:
+    """Update what modules of the model derive from their weights, after these were read."""
+
+    def value_of(key: str) -> Any:
+        return entries.get(MODEL_PREFIX + names.name(key))
+
+    for chunk in model:
+        load_own_state(chunk, value_of)
 
 
 def _content_to_load(
@@ -235,7 +250,8 @@ def _content_to_load(
     if OPERATIONS not in stored:
         del content[OPERATIONS]
     content["model"] = model_entries(model, names)
-    content["model"].update(scales_to_load(args, model, names.name, stored))
+    scales = scales_to_load(args, model, names.name, stored)
+    content["model"].update(scales)
     if optimizer is not None:
         own_names = [names.name(name) for name in named_parameters(model)]
         prefix = wrapper_prefix(stored, own_names)
@@ -283,7 +299,7 @@ class EntryNames:
         """Return True if the file has the parameter or buffer that the model calls ``own``.
 
         A last stage that predicts several tokens has the embedding, and Megatron-Core makes a
-        weight of the output layer beside it that nothing uses. Other layouts do not have it.
+        further weight of the output layer that nothing uses. Other layouts do not have it.
         """
         return not (self.is_tied and plain_name(own) == "output_layer.weight")
 
@@ -297,7 +313,8 @@ def model_entries(model: Model, names: EntryNames) -> StateDict:
                 continue
             name = MODEL_PREFIX + names.name(key)
             if is_linked(value):
-                entries.update(entries_of(name, value, sharded_param_of(value), names.gated))
+                sharded = sharded_param_of(value)
+                entries.update(entries_of(name, value, sharded, names.gated))
             else:
                 entries[name] = value
     return entries
@@ -322,7 +339,10 @@ def optimizer_entries(
     def name_in_file(wrapped: str) -> str:
         return prefix + names.name(wrapped)
 
-    stored = {name: slots for name, slots in raw["state"].items() if names.is_stored(name)}
+    stored = {}
+    for name, slots in raw["state"].items():
+        if names.is_stored(name):
+            stored[name] = slots
     settings = {}
     for wrapped, fields in raw[SETTINGS].items():
         if names.is_stored(wrapped):
@@ -397,13 +417,15 @@ def _with_rng_of_file(state: StateDict, stored: Mapping[str, Any]) -> StateDict:
     the file has another number of them than this run.
     """
     state = dict(state)
-    if "rng_state" in state and any(key.startswith("rng_state.") for key in stored):
+    has_stored_state = any(key.startswith("rng_state.") for key in stored)
+    if "rng_state" in state and has_stored_state:
         own_states = state.pop("rng_state")
         prefix = f"rng_state.{_rng_key()}."
         data_ranks = set()
         for key in stored:
             if key.startswith(prefix):
-                data_ranks.add(key.removeprefix(prefix).split(".")[0])
+                data_rank, _, _ = key.removeprefix(prefix).partition(".")
+                data_ranks.add(data_rank)
         if data_ranks and len(own_states) in (1, len(data_ranks)):
             state["rng_state"] = [copy.deepcopy(own_states[0]) for _ in data_ranks]
     return _with_rng_by_stage(state)  # the check reports missing entries
@@ -447,7 +469,7 @@ def _check(
     content: StateDict,
     stored: Mapping[str, STORAGE_TYPES],
     source: Path,
-    say: Say | None,
+    log: Log | None,
     unused: Iterable[str],
 ) -> None:
     """Compare the entries that all ranks request with those of the file; a collective.
@@ -456,7 +478,7 @@ def _check(
         content: nested state that will be loaded.
         stored: metadata of the file's entries, by key.
         source: directory of the checkpoint, for messages.
-        say: prints the entries that a partial load leaves out; None if all must fit.
+        log: prints the entries that a partial load leaves out; None if all must fit.
         unused: keys of the file that this rank does not request, and that are no differences.
 
     Raises:
@@ -475,8 +497,8 @@ def _check(
         if key.startswith(prefixes) and not key.endswith(optional):
             keys.append(key)
     unexpected = _requested_nowhere(keys, requested.keys() | unused)
-    problems = differences.problems(is_partial=say is not None)
-    if say is None and unexpected:
+    problems = differences.problems(is_partial=log is not None)
+    if log is None and unexpected:
         problems.append(f"not in the model: {some(unexpected)}")
     if problems:
         raise ValueError(
@@ -484,14 +506,14 @@ def _check(
             + "\n  ".join(problems)
             + _hints(differences)
         )
-    if say is not None:
+    if log is not None:
         used = set(keys).difference(unexpected)
         report_partial_load(
             source=source,
             not_in_file=differences.missing,
             not_in_model=unexpected,
             fits=any(key.startswith("model.") for key in used),
-            say=say,
+            log=log,
         )
 
 
@@ -517,7 +539,14 @@ def _requested_nowhere(keys: list[str], requested: Container[str]) -> list[str]:
         requested: the keys of the entries that this rank requests.
     """
     # One number for each key, since the keys of all ranks would be too many to gather.
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    counts = torch.tensor([key in requested for key in keys], dtype=torch.uint8, device=device)
+    device: torch.device | str | None = "cpu"
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+    is_requested = [key in requested for key in keys]
+    counts = torch.tensor(is_requested, dtype=torch.uint8, device=device)
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-    return [key for key, count in zip(keys, counts.tolist()) if count == 0]
+    unrequested = []
+    for key, count in zip(keys, counts.tolist()):
+        if count == 0:
+            unrequested.append(key)
+    return unrequested

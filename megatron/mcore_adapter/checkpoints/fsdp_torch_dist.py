@@ -39,7 +39,7 @@ from megatron.checkpoint.dcp.dcp_target import Entry, EntryPlanner, ObjectEntry,
 from megatron.checkpoint.dcp.save_planner import EvenPlanner
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.fsdp_dtensor.keys import split_half
-from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside, main_slot
+from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, main_slot, other_files
 from megatron.fsdp.dtensor.tensor_part import as_chunked_tensor, part_of
 from megatron.mcore_adapter.checkpoint_entries import extra_states, sharded_params
 from megatron.mcore_adapter.checkpoints.checkpoint_format import attempt
@@ -71,8 +71,8 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
             parts: model, and the optimizer if its state is saved; the tensors share their storage.
 
         Returns:
-            ``args``, the ``entries`` of this rank, and on the first rank the ``files`` beside those
-            of tensors.
+            ``args``, the ``entries`` of this rank, and on the first rank the ``files`` that have no
+            tensors.
 
         Raises:
             ValueError: on every rank, if the layout has no place for an entry of some rank.
@@ -90,25 +90,31 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
                 of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
                 slots.update(_canonical(of_optimizer["state"]))
                 settings.update(_canonical(of_optimizer[SETTINGS]))
-            layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
+            whole_names = [split_half(name)[0] for name in weights]
+            layout = StackedLayout.of(args, whole_names)
             entries.extend(_random_state(state))
             scales = _canonical(extra_states(model, names.name))
             entries.extend(extra_state_objects(layout.axes_of_names, layout.spelling, scales))
-            entries.extend(
-                _tensors(
-                    layout=layout,
-                    weights=weights,
-                    slots=slots,
-                    compute_dtypes=_compute_dtypes(model),
-                    # Not by its param groups: a stage may have only the embedding.
-                    has_distributed=args.optimizer not in MUON,
-                )
+            tensors = _tensors(
+                layout=layout,
+                weights=weights,
+                slots=slots,
+                compute_dtypes=_compute_dtypes(model),
+                # Not by its param groups: a stage may have only the embedding.
+                has_distributed=args.optimizer not in MUON,
             )
+            entries.extend(tensors)
 
         problems = attempt(collect_own)
         if problems:
             raise ValueError("\n".join(problems))
-        makers = files_beside(_common_state(state, settings, slots, optimizer))
+        common = _common_state(
+            state=state,
+            settings=settings,
+            slots=slots,
+            optimizer=optimizer,
+        )
+        makers = other_files(common)
         files = {}
         if dist.get_rank() == 0:
             for name, make in makers.items():
@@ -127,8 +133,9 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
             The problems of all ranks, the same on every rank.
         """
         entries = [_lazy(entry) for entry in content["entries"]]
-        writer = SigningWriter(target, beside=content["files"])
-        return self._save(args, {}, writer, partial(_Planner, entries))
+        writer = SigningWriter(target, extra_files=content["files"])
+        make_planner = partial(_Planner, entries)
+        return self._save(args, {}, writer, make_planner)
 
 
 class _Planner(EvenPlanner):
@@ -144,7 +151,8 @@ class _Planner(EvenPlanner):
         self._entries = EntryPlanner(entries)
 
     def own_entries(self) -> tuple[list[WriteItem], None]:
-        return self._entries.create_local_plan().items, None
+        plan = self._entries.create_local_plan()
+        return plan.items, None
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self._entries.resolve_data(write_item)
@@ -173,7 +181,8 @@ def _lazy(entry: ChunkEntry | ObjectEntry) -> Entry:
     """Return the entry in the form that the planner accepts, converted when it is read."""
     if isinstance(entry, ObjectEntry):
         return entry
-    elements = in_memory(entry.elements).to(entry.dtype)
+    elements = in_memory(entry.elements)
+    elements = elements.to(entry.dtype)
     return TensorEntry(entry.key, entry.shape, entry.offsets, elements)
 
 
@@ -268,7 +277,8 @@ def _local_chunks(value: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.
     assert part is not None  # every DTensor of a sharded model has one
     local = as_chunked_tensor(value._local_tensor.detach(), part)
     for offsets, _ in part.chunks:
-        yield offsets, local.__get_tensor_shard__(MetadataIndex("", torch.Size(offsets)))
+        index = MetadataIndex("", torch.Size(offsets))
+        yield offsets, local.__get_tensor_shard__(index)
 
 
 def _tensors(
@@ -288,16 +298,19 @@ def _tensors(
         has_distributed: True for the state of a distributed optimizer.
     """
     for entry, value in weights.items():
-        dtype = compute_dtypes.get(split_half(entry)[0], value.dtype)
+        name, _ = split_half(entry)
+        dtype = compute_dtypes.get(name, value.dtype)
         yield from layout.chunks(entry, "", value, dtype)
         if entry in slots:
             main = main_slot(has_distributed, dtype)
             if main:
-                yield from layout.chunks(entry, f"optimizer.state.{main}.", value, torch.float32)
+                prefix = f"optimizer.state.{main}."
+                yield from layout.chunks(entry, prefix, value, torch.float32)
     for entry, values in slots.items():
         for slot, value in values.items():
             if slot != "step":
-                yield from layout.chunks(entry, f"optimizer.state.{slot}.", value, torch.float32)
+                prefix = f"optimizer.state.{slot}."
+                yield from layout.chunks(entry, prefix, value, torch.float32)
 
 
 # ---- random state and common state
@@ -340,7 +353,9 @@ def _common_state(
         common.grad_scaler = optimizer.grad_scaler.state_dict()
     own_groups = []
     for group in param_groups.group_by_fields(settings):
-        own_groups.append((group.fields, max(_steps(group.names, slots), default=None)))
+        steps = _steps(group.names, slots)
+        step = max(steps, default=None)
+        own_groups.append((group.fields, step))
     groups_of_ranks: list[list[Any]] = [[]] * dist.get_world_size()
     dist.all_gather_object(groups_of_ranks, own_groups)
     fields_of: dict[str, StateDict] = {}

@@ -35,8 +35,8 @@ from megatron.mcore_adapter.checkpoints.checkpoint_source import (
     non_persistent_root,
 )
 from megatron.mcore_adapter.run.errors import RunError
-from megatron.mcore_adapter.run.files_beside import HISTORY
-from megatron.mcore_adapter.run.first_rank import Say, on_first_rank
+from megatron.mcore_adapter.run.first_rank import Log, on_first_rank
+from megatron.mcore_adapter.run.report_files import HISTORY
 
 REPLACED = "replaced_{}"
 """Name, with a number, of the directory of checkpoints from which a run does not resume."""
@@ -53,7 +53,7 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
 @contextmanager
-def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
+def reserved(args: argparse.Namespace, log: Log) -> Iterator[None]:
     """Check the directory ``args.save`` and keep other runs out of it; a collective.
 
     The first rank locks it as long as the context lasts, and removes the remains of killed saves. A
@@ -72,18 +72,18 @@ def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
         if is_at_url:
             agree([])  # a barrier: every rank has the names at the URL in its staged directory
         if args.save:
-            on_first_rank(lambda: _reserve(args, say, stack))
+            on_first_rank(lambda: _reserve(args, log, stack))
         yield
         if is_at_url and not args.skip_train:
-            on_first_rank(lambda: url_saves.upload_beside(args.save))
+            on_first_rank(lambda: url_saves.upload_report_files(args.save))
 
 
-def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
+def _reserve(args: argparse.Namespace, log: Log, stack: ExitStack) -> None:
     """Check, lock and tidy ``args.save`` on one rank.
 
     Args:
         args: arguments of the run.
-        say: prints a line.
+        log: prints a line.
         stack: takes the exits of the locks.
     """
     root = Path(args.save).absolute()
@@ -103,14 +103,18 @@ def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
         )
     with ExitStack() as locks:  # released here if something fails
         if store is None:
-            locks.enter_context(locked(root, say))
+            locks.enter_context(locked(root, log))
         else:
             store.tidy()
-            url_saves.fetch_beside(root)
+            url_saves.fetch_report_files(root)
         _check_non_persistent(args)
         if args.non_persistent_global_ckpt_dir:
-            locks.enter_context(locked(Path(args.non_persistent_global_ckpt_dir), say))
-        if not is_own(args) and (directory.iterations(root) or (root / directory.TRACKER).exists()):
+            locks.enter_context(locked(Path(args.non_persistent_global_ckpt_dir), log))
+        has_others = False
+        if not is_own(args):
+            has_tracker = (root / directory.TRACKER).exists()
+            has_others = has_tracker or bool(directory.iterations(root))
+        if has_others:
             refuse_overwriting(args, find_source(args, lambda line: None, {}))
         for path in (root, root / NON_PERSISTENT, args.non_persistent_global_ckpt_dir):
             if path and Path(path).is_dir():
@@ -138,7 +142,8 @@ def _check_non_persistent(args: argparse.Namespace) -> None:
                 )
     root = non_persistent_root(args, args.save)
     present = directory.iterations(root)
-    if present and args.non_persistent_save_interval and not (is_own(args) or args.overwrite):
+    may_replace = is_own(args) or args.overwrite
+    if present and args.non_persistent_save_interval and not may_replace:
         raise ValueError(
             f"{root} has {_name_of(present[0])} already, which this run would overwrite: name"
             " another directory, or --overwrite moves it aside"
@@ -183,7 +188,7 @@ def refuse_overwriting(args: argparse.Namespace, source: CheckpointSource | None
         return
     fixes = f"--load {args.save} without --finetune continues there, another --save keeps both"
     if resumes:
-        fixes = "without --ckpt-step it goes on from the newest, another --save keeps both"
+        fixes = "without --ckpt-step it continues from the newest, another --save keeps both"
     elif not is_at_url:
         fixes += ", --overwrite moves what is there into a directory in it"
     raise ValueError(
@@ -309,7 +314,7 @@ def _move_aside(root: Path, after: int) -> str:
 
 
 @contextmanager
-def locked(folder: Path, say: Say) -> Iterator[None]:
+def locked(folder: Path, log: Log) -> Iterator[None]:
     """Lock a directory as long as the context lasts, and make it if it does not exist.
 
     See [Note: record locks]. Afterwards the lock file is removed, and so are directories that were
@@ -319,14 +324,17 @@ def locked(folder: Path, say: Say) -> Iterator[None]:
         RunError: another run has locked it, still after :data:`WAIT_SECONDS`; the message names
             that run.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = []
+    for path in (folder, *folder.parents):
+        if not path.exists():
+            made.append(path)
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = None
     try:
         for path in made:
             with suppress(OSError):  # there may be no permission to open a directory above
                 durable.sync_directory(path.parent)
-        descriptor = _acquire(folder, say)
+        descriptor = _acquire(folder, log)
         yield
     finally:
         if descriptor is not None:
@@ -339,26 +347,28 @@ def locked(folder: Path, say: Say) -> Iterator[None]:
 
 
 @contextmanager
-def locked_and_tidy(folder: Path, say: Say) -> Iterator[None]:
+def locked_and_tidy(folder: Path, log: Log) -> Iterator[None]:
     """Lock a directory as :func:`locked` does, and remove the remains of killed saves in it."""
-    with locked(folder, say):
+    with locked(folder, log):
         directory.tidy(folder)
         yield
 
 
-def _acquire(folder: Path, say: Say) -> int | None:
+def _acquire(folder: Path, log: Log) -> int | None:
     """Wait for the lock and return its descriptor, None where the file system has no locks."""
     deadline = time.monotonic() + WAIT_SECONDS
     is_announced = False
     while True:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(folder / LOCK, flags, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another run"
+            content = os.pread(descriptor, 1000, 0)
+            holder = content.decode(errors="replace") or "another run"
             os.close(descriptor)
             if error.errno in _UNSUPPORTED:
-                say(f"--save {folder} cannot be locked, do not start two runs in it: {error}")
+                log(f"--save {folder} cannot be locked, do not start two runs in it: {error}")
                 return None
             if error.errno not in _TAKEN:
                 raise
@@ -375,14 +385,16 @@ def _acquire(folder: Path, say: Say) -> int | None:
             )
         if not is_announced:
             is_announced = True
-            say(f"--save {folder} is in use by {holder}: waiting {WAIT_SECONDS:.0f} s for its end")
+            log(f"--save {folder} is in use by {holder}: waiting {WAIT_SECONDS:.0f} s for its end")
         time.sleep(_POLL_SECONDS)
 
 
 def _is_current(descriptor: int, path: Path) -> bool:
     """Return True if the open file is still the one at its path."""
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        locked_file = os.fstat(descriptor)
+        file_now = os.stat(path)
+        return os.path.samestat(locked_file, file_now)
     except FileNotFoundError:
         return False
 

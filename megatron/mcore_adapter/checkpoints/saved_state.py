@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.checkpoint.fsdp_dtensor.keys import CHECKPOINT_VERSION
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.fsdp.engine.collectives import agree
-from megatron.mcore_adapter.run.first_rank import Say
+from megatron.mcore_adapter.run.first_rank import Log
 from megatron.mcore_adapter.run.run_state import Progress, gather_random_state, restore_random_state
 
 StateDict = dict[str, Any]
@@ -68,7 +68,7 @@ def pickle_enums_by_value(args: argparse.Namespace) -> None:
             copyreg.pickle(type(value), lambda member: (type(member), (member.value,)))
 
 
-def load_random_state(states: list[dict[str, Any]] | None, source: Path, say: Say) -> None:
+def load_random_state(states: list[dict[str, Any]] | None, source: Path, log: Log) -> None:
     """Set the generators of every rank, or of none if the file has no state for some rank.
 
     A collective.
@@ -77,12 +77,12 @@ def load_random_state(states: list[dict[str, Any]] | None, source: Path, say: Sa
         states: states of this rank, as ``gather_random_state`` returns them; None if the file has
             none for it.
         source: directory of the checkpoint, for the message.
-        say: prints a line on the first rank.
+        log: prints a line on the first rank.
     """
     if agree(["no random state"] if states is None else []):
-        say(
-            f"{source} has no random state for some of this run's ranks: their generators begin"
-            " anew"
+        log(
+            f"{source} has no random state for some of this run's ranks: their generators start"
+            " from --seed"
         )
     elif states is not None:
         restore_random_state(states)

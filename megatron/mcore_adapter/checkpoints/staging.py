@@ -98,15 +98,19 @@ class StagedTensor:
             tensor: the tensor that this object describes, on any device.
         """
         part = content[self.offset : self.offset + self.num_bytes]
-        if self.strides != tensor.stride() or not tensor.is_contiguous():
+        is_as_stored = self.strides == tensor.stride() and tensor.is_contiguous()
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        if not is_as_stored:
             part = part.view(self.dtype).as_strided(self.shape, self.strides)
             part.copy_(tensor, non_blocking=True)
-        elif tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg()):
+        elif tensor.is_cpu and not is_lazy:
             # NumPy copies bytes by the C library, which writes large tensors past the caches.
             # torch's copy first reads into the caches what it overwrites.
-            np.copyto(part.numpy(), tensor.reshape(-1).view(torch.uint8).numpy())
+            source = tensor.reshape(-1).view(torch.uint8)
+            np.copyto(part.numpy(), source.numpy())
         else:
-            part.view(self.dtype).copy_(tensor.reshape(-1), non_blocking=True)
+            elements = part.view(self.dtype)
+            elements.copy_(tensor.reshape(-1), non_blocking=True)
 
     def read(self, memory: mmap.mmap) -> torch.Tensor:
         """Return the tensor over its part of the buffer, in the form that checkpoints contain.
@@ -117,7 +121,8 @@ class StagedTensor:
             part = torch.frombuffer(
                 memory, dtype=torch.uint8, count=self.num_bytes, offset=self.offset
             )
-            tensor = part.view(self.dtype).as_strided(self.shape, self.strides)
+            elements = part.view(self.dtype)
+            tensor = elements.as_strided(self.shape, self.strides)
         else:
             tensor = torch.empty(self.shape, dtype=self.dtype)
         tensor.requires_grad_(self.requires_grad)
@@ -288,7 +293,8 @@ class StagingBuffer:
             with suppress(OSError):  # the save reports it, if there still is no memory then
                 memory = self._grown_to(end)
                 # Reads one byte of each page, without Python's lock.
-                torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE].sum()
+                content_of_memory = torch.frombuffer(memory, dtype=torch.uint8)
+                content_of_memory[:: mmap.PAGESIZE].sum()
 
         self._reserving = Thread(target=allocate, name="allocation of host memory", daemon=True)
         self._reserving.start()
@@ -360,8 +366,9 @@ class StagingBuffer:
         """Return the content that another process has staged; its tensors are in the buffer."""
         if self._memory is None or len(self._memory) < where.size:
             self._memory = mmap.mmap(self.file_descriptor, where.size)
-        file = io.BytesIO(self._memory[where.begin : where.end])
-        return _StagedUnpickler(file, self._memory).load()
+        pickled = self._memory[where.begin : where.end]
+        unpickler = _StagedUnpickler(io.BytesIO(pickled), self._memory)
+        return unpickler.load()
 
     def _grown_to(self, num_bytes: int) -> mmap.mmap:
         if self._memory is None or self.num_bytes < num_bytes:
@@ -376,13 +383,18 @@ class StagingBuffer:
     def _pin(self, memory: mmap.mmap) -> None:
         """Pin the pages, so that copies from a GPU need no other buffer."""
         if torch.cuda.is_available() and not self._pinned_address:
-            address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
+            content = torch.frombuffer(memory, dtype=torch.uint8)
+            address = content.data_ptr()
+            runtime = torch.cuda.cudart()
+            error = runtime.cudaHostRegister(address, len(memory), 0)
+            torch.cuda.check_error(error)
             self._pinned_address = address
 
     def _unpin(self) -> None:
         if self._pinned_address:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._pinned_address))
+            runtime = torch.cuda.cudart()
+            error = runtime.cudaHostUnregister(self._pinned_address)
+            torch.cuda.check_error(error)
             self._pinned_address = 0
 
     def close(self) -> None:

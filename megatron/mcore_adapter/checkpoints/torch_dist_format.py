@@ -48,7 +48,7 @@ from megatron.mcore_adapter.checkpoints.torch_dist_saving import (
     written_by_threads,
 )
 from megatron.mcore_adapter.releases.common_state import common_object_readable
-from megatron.mcore_adapter.run.first_rank import Say, on_first_rank
+from megatron.mcore_adapter.run.first_rank import Log, on_first_rank
 from megatron.mcore_adapter.run.run_state import TrainedParts
 from megatron.mcore_adapter.run.wrapped_model import unwrap
 
@@ -56,7 +56,6 @@ SHARDING_TYPE = "distrib_optim_sharding_type"
 """Field of the metadata: layout of a distributed optimizer; absent for any other optimizer."""
 MEMORY_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
 """Field of the metadata: True if a save gathers the optimizer's state on one rank only."""
-"""Field of a param group: True for weights of experts that ranks divide among them."""
 LENIENT = ("log_", "return_", "ignore_")
 """Prefixes of the values of --dist-ckpt-strictness with which differences are no errors."""
 
@@ -121,7 +120,7 @@ class TorchDistFormat:
         state: StateDict,
         parts: TrainedParts,
         source: Path,
-        say: Say,
+        log: Log,
     ) -> StateDict:
         """Load a torch_dist checkpoint into the model and the optimizer, and return the rest.
 
@@ -130,7 +129,7 @@ class TorchDistFormat:
             state: everything but weights and optimizer, as a run without a checkpoint has it.
             parts: model, and the optimizer if its state is loaded.
             source: directory of the checkpoint.
-            say: prints a line on the first rank.
+            log: prints a line on the first rank.
 
         Raises:
             ValueError: it does not fit this run, is damaged, or has pickled code.
@@ -149,7 +148,10 @@ class TorchDistFormat:
             content = sharded_state(state, parts, metadata, is_loading=True)
             _drop_absent_random_state(content, source)
             models = [content[key] for key in named_chunks(model)]
-            own_keys = {entry.key for entry in nested_values(models) if hasattr(entry, "key")}
+            own_keys = set()
+            for entry in nested_values(models):
+                if hasattr(entry, "key"):
+                    own_keys.add(entry.key)
             not_requested = tuple({"optimizer", "rng_state"} - content.keys())
             loaded, differences = _load_sharded(args, content, source)
             if differences is not None:
@@ -163,7 +165,7 @@ class TorchDistFormat:
                     fits=bool(agree(["fits"] if fitting else [])),
                     not_in_file=agree(differences.not_in_file),
                     not_in_model=unused,
-                    say=say,
+                    log=log,
                 )
             for key, chunk in named_chunks(model).items():
                 unwrap(chunk).load_state_dict(loaded[key], strict=differences is None)
@@ -376,11 +378,22 @@ def sharded_random_state(states: list[dict[str, Any]]) -> ShardedObject:
     ]
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     if parallel_state.get_expert_model_parallel_world_size() == 1:
-        return ShardedObject("rng_state", states, tuple(shape), tuple(offset), replica_id=data_rank)
+        return ShardedObject(
+            "rng_state",
+            data=states,
+            global_shape=tuple(shape),
+            global_offset=tuple(offset),
+            replica_id=data_rank,
+        )
     offset.append(data_rank)
     shape.append(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
     state = states[data_rank % len(states)]
-    return ShardedObject("rng_state", [state], tuple(shape), tuple(offset))
+    return ShardedObject(
+        "rng_state",
+        data=[state],
+        global_shape=tuple(shape),
+        global_offset=tuple(offset),
+    )
 
 
 def named_chunks(model: list[MegatronModule]) -> dict[str, MegatronModule]:
@@ -433,7 +446,10 @@ def _for_chain(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> dict[Any,
             if "optimizer" in state[number]:
                 stored.append(state[number])
     fits = is_stored_single == is_single and len(stored) == len(chain)
-    if fits or not stored or len(list(distributed_optimizers(optimizer))) < len(chain):
+    if fits or not stored:
+        return state
+    num_distributed = len(list(distributed_optimizers(optimizer)))
+    if num_distributed < len(chain):
         return state
     groups: list[dict[str, Any]] = []
     substitutes: list[dict[str, Any]] = []  # before the groups, which have precedence
@@ -450,7 +466,11 @@ def _for_chain(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> dict[Any,
 
 def _without_numbers(state: dict[Any, Any]) -> dict[Any, Any]:
     """Return the entries of a state that are not those of an optimizer in a chain."""
-    return {key: value for key, value in state.items() if not isinstance(key, int)}
+    common = {}
+    for key, value in state.items():
+        if not isinstance(key, int):
+            common[key] = value
+    return common
 
 
 def _keeping_step(

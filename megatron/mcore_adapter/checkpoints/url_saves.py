@@ -26,10 +26,10 @@ from megatron.checkpoint.store.url_staging import directory_token, staged_direct
 from megatron.mcore_adapter.checkpoints.checkpoint_format import attempt
 from megatron.mcore_adapter.checkpoints.checkpoint_source import CheckpointSource
 from megatron.mcore_adapter.run.errors import RunError
-from megatron.mcore_adapter.run.files_beside import HISTORY, PICTURE, PROGRESS
 from megatron.mcore_adapter.run.first_rank import on_first_rank
+from megatron.mcore_adapter.run.report_files import HISTORY, PICTURE, PROGRESS
 
-BESIDE = (HISTORY, PICTURE, PROGRESS, CONFIG)
+REPORT_FILES = (HISTORY, PICTURE, PROGRESS, CONFIG)
 """Patterns of the files that a run writes into the directory of its checkpoints."""
 
 
@@ -75,9 +75,12 @@ def publish(root: str | Path, iteration: int) -> None:
     staging = directory.staging_directory(root, iteration)
     manifest = Manifest.read(staging)
     assert manifest is not None  # every save is signed
-    sizes = {name: digest.bytes for name, digest in manifest.files.items()}
-    sizes[MANIFEST] = (staging / MANIFEST).stat().st_size
-    upload_beside(root)
+    sizes = {}
+    for name, digest in manifest.files.items():
+        sizes[name] = digest.bytes
+    manifest_status = (staging / MANIFEST).stat()
+    sizes[MANIFEST] = manifest_status.st_size
+    upload_report_files(root)
     store.finish(_final_name(staging), sizes)
     store.write_tracker(iteration)
 
@@ -85,7 +88,8 @@ def publish(root: str | Path, iteration: int) -> None:
 def discard(root: str | Path, iteration: int) -> None:
     """Remove the files of a failed save at the URL; called on one rank."""
     with suppress(OSError):  # the URL may fail again; no reader sees the files
-        _store(root).abandon(directory.iteration_directory("", iteration).name)
+        name = directory.iteration_directory("", iteration).name
+        _store(root).abandon(name)
 
 
 def retain(root: str | Path, interval: int, newest: int) -> None:
@@ -99,26 +103,27 @@ def retain(root: str | Path, interval: int, newest: int) -> None:
     _store(root).retain(interval, newest)
 
 
-def upload_beside(root: str | Path) -> None:
-    """Upload the files of :data:`BESIDE`; called on the rank that writes them."""
+def upload_report_files(root: str | Path) -> None:
+    """Upload the files of :data:`REPORT_FILES`; called on the rank that writes them."""
     store = _store(root)
     names = []
     for path in store.staged.iterdir():
-        is_beside = any(fnmatch(path.name, pattern) for pattern in BESIDE)
-        if is_beside and path.is_file():
+        is_report = any(fnmatch(path.name, pattern) for pattern in REPORT_FILES)
+        if is_report and path.is_file():
             names.append(path.name)
     store.upload(store.staged, "", names)
 
 
-def fetch_beside(root: str | Path) -> None:
-    """Download the files of :data:`BESIDE` that earlier runs have written, to continue them."""
+def fetch_report_files(root: str | Path) -> None:
+    """Download the files of :data:`REPORT_FILES` of earlier runs, which this one continues."""
     store = _store(root)
-    store.fetch(store.staged, BESIDE)
+    store.fetch(store.staged, REPORT_FILES)
 
 
 def _final_name(staging: Path) -> str:
     """Return the name of a checkpoint without the prefix of its staging directory."""
-    prefix, _, _ = directory.staging_directory("", 0).name.partition("iter_")
+    example = directory.staging_directory("", 0)
+    prefix, _, _ = example.name.partition("iter_")
     return staging.name.removeprefix(prefix)
 
 
@@ -148,7 +153,8 @@ def found_for_all(find: Callable[[], CheckpointSource | None]) -> CheckpointSour
         if staged is None:
             return source, "", ""
         url, root = staged
-        return source, url, source.path.relative_to(root).as_posix()
+        path_at_url = source.path.relative_to(root)
+        return source, url, path_at_url.as_posix()
 
     source, url, path_at_url = on_first_rank(find_with_url)
     if source is None or not url:
@@ -176,10 +182,13 @@ def reading_share(path: Path) -> tuple[int, int]:
     world_size = dist.get_world_size()
     if not stores.is_staged(path):
         return rank, world_size
-    own_token = directory_token(_store(path).staged.parent)
+    store = _store(path)
+    own_token = directory_token(store.staged.parent)
     tokens = [""] * world_size
     dist.all_gather_object(tokens, own_token)
-    return tokens[:rank].count(own_token), tokens.count(own_token)
+    index = tokens[:rank].count(own_token)
+    num_readers = tokens.count(own_token)
+    return index, num_readers
 
 
 def _store(path: str | Path) -> Store:

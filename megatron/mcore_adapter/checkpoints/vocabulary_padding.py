@@ -58,7 +58,10 @@ class VocabularyArguments:
     @classmethod
     def of(cls, args: argparse.Namespace | None) -> VocabularyArguments:
         """Take the fields from ``args``; those that it lacks keep their defaults."""
-        names = [field.name for field in fields(cls) if hasattr(args, field.name)]
+        names = []
+        for field in fields(cls):
+            if hasattr(args, field.name):
+                names.append(field.name)
         return cls(**{name: getattr(args, name) for name in names})
 
 

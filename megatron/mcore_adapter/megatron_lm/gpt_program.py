@@ -170,7 +170,8 @@ def forward_step(
     def loss(losses: Tensor) -> Loss:
         total = torch.sum(losses.float() * mask)
         tokens = mask.sum().to(torch.int)
-        return total, tokens, {"lm loss": torch.stack([total.detach().clone(), tokens.float()])}
+        both = torch.stack([total.detach().clone(), tokens.float()])
+        return total, tokens, {"lm loss": both}
 
     call = model.build_schedule_plan if return_schedule_plan else model
     output = call(

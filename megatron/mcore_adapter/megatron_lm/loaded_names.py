@@ -21,7 +21,9 @@ def exchange(pairs: Sequence[tuple[object, object]]) -> None:
 
     Items of tuples, such as those for ``isinstance``, are replaced too.
     """
-    replacements = {id(before): after for before, after in pairs}
+    replacements = {}
+    for before, after in pairs:
+        replacements[id(before)] = after
     for module in loaded_modules():
         names = vars(module)
         for name, value in list(names.items()):

@@ -37,7 +37,7 @@ from megatron.mcore_adapter.checkpoints.checkpoint_source import (
 from megatron.mcore_adapter.checkpoints.entered_together import entered_together
 from megatron.mcore_adapter.megatron_lm.loaded_names import Arguments, Function, with_original
 from megatron.mcore_adapter.releases import tested
-from megatron.mcore_adapter.run.environment import say
+from megatron.mcore_adapter.run.environment import log
 from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.first_rank import on_first_rank
 from megatron.mcore_adapter.run.run_state import Progress, TrainedParts
@@ -116,7 +116,11 @@ class LoopCheckpoints:
             original(**given)
             return
         iteration = given["iteration"]
-        parts = TrainedParts(given["model"], given["optimizer"], given["opt_param_scheduler"])
+        parts = TrainedParts(
+            model=given["model"],
+            optimizer=given["optimizer"],
+            scheduler=given["opt_param_scheduler"],
+        )
         progress = Progress(
             iteration=iteration,
             consumed_train_samples=args.consumed_train_samples,
@@ -137,7 +141,7 @@ class LoopCheckpoints:
             if args.async_save:
                 self._background().save(parts, progress, root)
             else:
-                checkpointing.save(args, parts, progress, say, root)
+                checkpointing.save(args, parts, progress, log, root)
                 self._report_published(root, progress)
         if self._loop.is_last_rank():
             self._loop.on_save_checkpoint_success(metrics, args.async_save)
@@ -162,13 +166,17 @@ class LoopCheckpoints:
             raise RunError(str(error)) from error
 
     def _load(self, args: argparse.Namespace, given: Arguments) -> tuple[int, float]:
-        parts = TrainedParts(given["ddp_model"], given["optimizer"], given["opt_param_scheduler"])
+        parts = TrainedParts(
+            model=given["ddp_model"],
+            optimizer=given["optimizer"],
+            scheduler=given["opt_param_scheduler"],
+        )
         with metadata_read_once(), collector_paused():
-            source = checkpointing.choose_source(args, say)
+            source = checkpointing.choose_source(args, log)
             if source is None:
                 return 0, 0
             with entered_together():
-                progress = checkpointing.load_source(source, args, parts, say)
+                progress = checkpointing.load_source(source, args, parts, log)
         if args.save:
             on_first_rank(lambda: save_directory.follow(args.save, source))
         loop_args = self._loop.get_args()  # `args` is a copy
@@ -185,7 +193,7 @@ class LoopCheckpoints:
         self._loop.set_checkpoint_version(CHECKPOINT_VERSION)
         if hasattr(self._loop, "set_loaded_iteration"):
             self._loop.set_loaded_iteration(progress.iteration)
-        say(
+        log(
             f"  successfully loaded checkpoint from {source.path.parent} at iteration"
             f" {progress.iteration}"
         )
@@ -214,7 +222,7 @@ class LoopCheckpoints:
             args.pretrained_checkpoint = None
         damage: Damage = {}
         try:
-            source = find_source(args, say, damage)
+            source = find_source(args, log, damage)
         except (ValueError, OSError) as error:
             tested.end_program(f"error: {error}", 1)
         if source is None:
@@ -227,7 +235,8 @@ class LoopCheckpoints:
         if stored is not None:
             content["args"] = stored
         form = self._loop.CheckpointType.FSDP_DTENSOR
-        return content, str(source.path), source.iteration == directory.RELEASE, form
+        is_release = source.iteration == directory.RELEASE
+        return content, str(source.path), is_release, form
 
     def start_worker(self, original: Function, given: Arguments) -> None:
         """Start the loop's process for its own saves alone: those of this project have others."""
@@ -266,14 +275,15 @@ class LoopCheckpoints:
         """Return a copy of the loop's arguments with those that it does not know."""
         if args is None:
             args = self._loop.get_args()
-        return argparse.Namespace(**{**self._defaults, **vars(args)})
+        values = {**self._defaults, **vars(args)}
+        return argparse.Namespace(**values)
 
     def _lock(self, root: str) -> None:
         """Lock a directory of checkpoints for this run, and remove the files of killed saves."""
         path = Path(root).absolute()
         if path not in self._roots:
             self._roots.add(path)
-            lock = save_directory.locked_and_tidy(path, say)
+            lock = save_directory.locked_and_tidy(path, log)
             on_first_rank(lambda: self._locks.enter_context(lock))
 
     def _unlock(self) -> None:
@@ -284,10 +294,11 @@ class LoopCheckpoints:
         """Return the saves in the background, which begin with the first call; a collective."""
         if self._saves is None:
             assert self._parts is not None, "the loop has set the model up"
-            device = next(self._parts.model[0].parameters()).device
+            first_parameter = next(self._parts.model[0].parameters())
+            device = first_parameter.device
             args = self._args()
             saves = BackgroundSaves(
-                args, device, say, lambda progress: self._report_published(args.save, progress)
+                args, device, log, lambda progress: self._report_published(args.save, progress)
             )
             self._hook = register_optimizer_step_pre_hook(lambda *_: saves.finish_copying())
             self._saves = saves
@@ -296,7 +307,7 @@ class LoopCheckpoints:
     def _report_published(self, root: str, progress: Progress) -> None:
         """Report that a checkpoint is complete, as the loop does."""
         iteration = progress.iteration
-        say(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
+        log(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
         path = directory.iteration_directory(root, iteration)
         if self._loop.is_last_rank():
             self._loop.wandb_utils.on_save_checkpoint_success(

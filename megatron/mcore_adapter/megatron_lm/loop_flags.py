@@ -145,7 +145,10 @@ class LoopCommandLine:
 
     def own_arguments(self) -> dict[str, bool]:
         """Return the values of :data:`OWN_FLAGS` by their destinations."""
-        return {_destination(flag): flag in self.words for flag in OWN_FLAGS}
+        values = {}
+        for flag in OWN_FLAGS:
+            values[_destination(flag)] = flag in self.words
+        return values
 
     def complete(self) -> LoopCommandLine:
         """Fill ``added`` and ``unset``; command lines of other programs are left as they are.

@@ -65,14 +65,16 @@ class LoopOnCpu:
         """Answer the loop's questions about a device, and make its tensors on the CPU."""
         for name, answer in (("is_available", True), ("device_count", 1)):
             original = getattr(torch.cuda, name)
-            self._replace(torch.cuda, name, _for_the_loop(original, answer=answer))
+            replacement = _for_the_loop(original, answer=answer)
+            self._replace(torch.cuda, name, replacement)
         self._replace(torch.cuda, "get_device_properties", lambda device=None: ARCHITECTURE)
         for name in ("set_device", "empty_cache", "reset_peak_memory_stats"):
             self._replace(torch.cuda, name, lambda *args, **kwargs: None)
         for name in ("memory_reserved", "max_memory_reserved", "device_memory_used"):
             self._replace(torch.cuda, name, lambda device=None: 0)
         for name in ("rand", "randn", "randint", "full", "arange"):
-            self._replace(torch, name, on_cpu(getattr(torch, name)))
+            original = getattr(torch, name)
+            self._replace(torch, name, on_cpu(original))
 
     def _replace_layers(self) -> None:
         """Build local layers that know sequence and context parallelism, and latent attention."""
@@ -90,7 +92,8 @@ class LoopOnCpu:
         self._replace(schedules, "custom_backward", torch.autograd.backward)
 
     def _replace(self, owner: Any, name: str, replacement: Any) -> None:
-        self._undo.callback(setattr, owner, name, vars(owner)[name])
+        original = vars(owner)[name]
+        self._undo.callback(setattr, owner, name, original)
         setattr(owner, name, replacement)
 
 
@@ -113,7 +116,8 @@ class CoreAttention:
         cls, config: TransformerConfig, *args: Any, **kwargs: Any
     ) -> nn.Module:
         """Make the attention; arguments are those of DotProductAttention."""
-        if config.context_parallel_size > 1 or config.multi_latent_attention:
+        is_split = config.context_parallel_size > 1
+        if is_split or config.multi_latent_attention:
             return LocalAttention(config, *args, **kwargs)
         return DotProductAttention(config, *args, **kwargs)
 
@@ -123,7 +127,8 @@ def _for_the_loop(original: Function, answer: Any) -> Function:
 
     @functools.wraps(original)
     def ask(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "")
+        frame = sys._getframe(1)
+        caller = frame.f_globals.get("__name__", "")
         if caller == LOOP or caller.startswith(LOOP + "."):
             return answer
         return original(*args, **kwargs)

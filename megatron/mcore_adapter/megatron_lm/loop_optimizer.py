@@ -95,7 +95,9 @@ def load_state_dict(optimizer: DistributedOptimizer, state_dict: dict[str, Any])
     if unknown:
         raise ValueError(f"the optimizer has no parameters of these names: {some(unknown)}")
     saved = state_dict["param_to_group_meta"]
-    settings = [_settings(optimizer, group, saved) for group in optimizer.param_groups]
+    settings = []
+    for group in optimizer.param_groups:
+        settings.append(_settings(optimizer, group, saved))
     make_optimizer_state(optimizer)
     with unscaled_moments(optimizer, is_load=True):
         for name, slots in state_dict["state"].items():
@@ -116,7 +118,9 @@ def _settings(
     optimizer: DistributedOptimizer, group: dict[str, Any], saved: Mapping[str, Settings]
 ) -> Settings:
     """Return the settings on which all parameters of a group that are in the file agree."""
-    names = [optimizer._param_name(parameter) for parameter in group["params"]]
+    names = []
+    for parameter in group["params"]:
+        names.append(optimizer._param_name(parameter))
     settings, first, different = settings_of_group(names, saved)
     if different:
         raise ValueError(

@@ -124,7 +124,7 @@ class LoopProgram:
             sys.argv[:] = self._given
         self._undo.close()
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """Print one line on the first rank, with what was changed."""
         if os.environ.get("RANK", "0") == "0":
             line = "; ".join([message, *self._command_line.notes()])

@@ -46,7 +46,10 @@ def join_virtual_stages(state_dict: dict[str, Any], chunks: Iterable[nn.Module])
     Names count layers over all stages, so the file is the same as without virtual stages. Calls for
     one state dict name some of the wrapped ``chunks`` each, and all of them together.
     """
-    stages = [key for key in state_dict if _VIRTUAL_STAGE.fullmatch(key)]
+    stages = []
+    for key in state_dict:
+        if _VIRTUAL_STAGE.fullmatch(key):
+            stages.append(key)
     if stages:
         joined = StageEntries()
         for key in stages:
@@ -103,12 +106,14 @@ def handle_swiglu_in_state_dict(
     sharded = sharded_params(chunks)
     entries: dict[str, Any] = {}
     for key, value in model_state_dict.items():
-        entries.update(entries_of(key, value, sharded.get(plain_name(key))))
+        sharded_param = sharded.get(plain_name(key))
+        entries.update(entries_of(key, value, sharded_param))
     if not optimizer_state_dict:
         return entries, None
     optimizer_state_dict = _of_all_stages(optimizer_state_dict)
-    state = state_entries(optimizer_state_dict["state"], sharded)
-    return entries, {**optimizer_state_dict, "state": state}
+    with_entries = dict(optimizer_state_dict)
+    with_entries["state"] = state_entries(optimizer_state_dict["state"], sharded)
+    return entries, with_entries
 
 
 def _of_all_stages(content: Mapping[Any, Any]) -> Mapping[str, Any]:
@@ -117,7 +122,8 @@ def _of_all_stages(content: Mapping[Any, Any]) -> Mapping[str, Any]:
     A single optimizer's is returned as it is. Containers of settings are shared with ``content``,
     into which a load writes.
     """
-    if not content or not all(isinstance(key, int) for key in content):
+    are_numbered = all(isinstance(key, int) for key in content)
+    if not content or not are_numbered:
         return content
     joined: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
     parts = list(content.values())
@@ -126,8 +132,9 @@ def _of_all_stages(content: Mapping[Any, Any]) -> Mapping[str, Any]:
             values.update(part[key])
     if "grad_scaler" in parts[0]:
         # The loss is scaled by the first optimizer's scaler, so a load gives its state to all.
+        scaler = parts[0]["grad_scaler"]
         for part in (*parts, joined):
-            part["grad_scaler"] = parts[0]["grad_scaler"]
+            part["grad_scaler"] = scaler
     return joined
 
 
@@ -138,7 +145,8 @@ def handle_experts_in_state_dict(
     wrong = []
     for key in state_dict:
         for number in _EXPERT.findall(key):
-            if num_experts and int(number) >= num_experts:
+            is_beyond = num_experts and int(number) >= num_experts
+            if is_beyond:
                 wrong.append(key)
                 break
     if wrong:
@@ -169,4 +177,5 @@ def print_diff_in_state_dicts(
         "other shapes": differences.shapes,
     }
     for title, keys in lists.items():
-        print(f"{title}: {some(keys, limit) or 'nothing'}", flush=True)
+        listed = some(keys, limit)
+        print(f"{title}: {listed or 'nothing'}", flush=True)

@@ -29,6 +29,8 @@ from megatron.mcore_adapter.run.errors import RunError
 from megatron.mcore_adapter.run.model_parallel import backend_for
 from megatron.mcore_adapter.watch.watch import Watch
 
+FAKE = "fake"
+"""The backend of --fake-process-group, which has no peers."""
 FOR_THE_USER = (RunError, GradientError, NotImplementedError)
 """Errors that the user can fix by their message, which is printed once, without a traceback."""
 
@@ -91,7 +93,7 @@ class LoopWatch:
         elif isinstance(error, KeyboardInterrupt):
             watch.exit(watch.interrupted())
         elif isinstance(error, FOR_THE_USER):
-            if not watch.tell(f"error: {error}"):
+            if not watch.report(f"error: {error}"):
                 complain(f"error: {error}")
         else:
             if isinstance(error, Exception):
@@ -116,7 +118,9 @@ def groups_of_this_attempt(backend: str) -> Iterator[None]:
             for name in ("store", "rank", "world_size"):  # the rendezvous has them
                 settings.pop(name, None)
             settings["init_method"] = rendezvous.INIT_METHOD
-        init_process_group(**{**settings, "backend": backend})
+        if settings.get("backend") != FAKE:
+            settings["backend"] = backend
+        init_process_group(**settings)
 
     dist.init_process_group = init_attempt  # type: ignore[assignment]
     try:

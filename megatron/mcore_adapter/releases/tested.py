@@ -71,7 +71,9 @@ def check() -> Release:
             f" that works: pip install 'megatron-core>={TESTED[0]}'"
         )
     _check_loop(found)
-    if found.numbers[:2] > _numbers(TESTED[-1])[:2] and os.environ.get("RANK", "0") == "0":
+    newest_tested = _numbers(TESTED[-1])
+    is_newer = found.numbers[:2] > newest_tested[:2]
+    if is_newer and os.environ.get("RANK", "0") == "0":
         _warn_once(
             f"Megatron-Core {found} ({found.file}) is newer than {TESTED[-1]}, the newest"
             " release that this version was tested on"
@@ -158,7 +160,10 @@ def read_release(core: Path) -> Release | None:
     found = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)$", file.read_text(), re.MULTILINE))
     if len(found) < 3:
         return None
-    return Release(file, (int(found["MAJOR"]), int(found["MINOR"]), int(found["PATCH"])))
+    major = int(found["MAJOR"])
+    minor = int(found["MINOR"])
+    patch = int(found["PATCH"])
+    return Release(file, (major, minor, patch))
 
 
 def _check_loop(core: Release) -> None:

@@ -20,7 +20,7 @@ def environment_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     """Print on the first rank."""
     if environment_rank() == 0:
         with durable.standard_output():

@@ -17,7 +17,7 @@ from megatron.mcore_adapter.run.errors import RunError
 SECONDS_UNTIL_VISIBLE = 10.0
 """Time in which a shared file system shows every rank what the first one sees."""
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 """Prints one line for the user, on the first rank."""
 
 Result = TypeVar("Result")
@@ -48,11 +48,19 @@ def wait_until_visible(path: Path) -> None:
     Raises:
         ValueError: on every rank, naming the ranks that do not see it.
     """
-    names = on_first_rank(lambda: sorted(file.name for file in path.iterdir()))
+
+    def names_here() -> list[str]:
+        return sorted(file.name for file in path.iterdir())
+
+    names = on_first_rank(names_here)
     deadline = time.monotonic() + SECONDS_UNTIL_VISIBLE
 
     def unseen() -> list[str]:
-        return [name for name in names if not (path / name).exists()]
+        absent = []
+        for name in names:
+            if not (path / name).exists():
+                absent.append(name)
+        return absent
 
     while unseen() and time.monotonic() < deadline:
         time.sleep(0.1)

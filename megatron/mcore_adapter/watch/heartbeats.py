@@ -224,7 +224,8 @@ class Heartbeats:
         """
         if self._store is not None:
             heartbeat = self.own(state)
-            self._store.set(str(self.rank), json.dumps(asdict(heartbeat)))
+            text = json.dumps(asdict(heartbeat))
+            self._store.set(str(self.rank), text)
             self._num_sent += 1
         self._last_state = state
         self._last_sent = time.monotonic()
@@ -253,10 +254,16 @@ class Heartbeats:
 
         This rank keeps sending its own heartbeats, since other ranks may gather at the same moment.
         """
-        before = {peer.beat.rank: peer.beat.number for peer in self.peers()}
+        before = {}
+        for peer in self.peers():
+            before[peer.beat.rank] = peer.beat.number
         while True:
             peers = self.peers()
-            if not any(self._is_awaited(peer, before.get(peer.beat.rank)) for peer in peers):
+            awaited = []
+            for peer in peers:
+                if self._is_awaited(peer, before.get(peer.beat.rank)):
+                    awaited.append(peer)
+            if not awaited:
                 return peers
             time.sleep(0.1)
             if time.monotonic() - self._last_sent > self.period:
@@ -285,7 +292,9 @@ class Heartbeats:
 
     def must_end(self) -> bool:
         """Return True if a rank has reported the end of the run."""
-        return self._store is not None and self._store.get("report") == END
+        if self._store is None:
+            return False
+        return self._store.get("report") == END
 
     def wait_for_report(self) -> None:
         """Wait until another rank has reported: torchrun kills all ranks when one has ended."""

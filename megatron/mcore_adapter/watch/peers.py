@@ -197,7 +197,7 @@ ADVICE = {
         "the log of rank {rank}; `dmesg -T` on {host}, where the kernel reports a process that it"
         " ended for lack of memory"
     ),
-    "stopped": "who sent SIGSTOP on {host}, or a debugger there; `kill -CONT {pid}` lets it go on",
+    "stopped": "who sent SIGSTOP on {host}, or a debugger there; `kill -CONT {pid}` resumes it",
     "silent": (
         "whether {host} and its network are up, and whether process {pid} still runs there:"
         " `py-spy dump --pid {pid}` shows where"
@@ -237,7 +237,7 @@ def message(verdict: Verdict, error: str, explanation: str | None = None) -> str
     lines.append(f"look at: {_filled(ADVICE[verdict.trouble], first)}")
     lines.append(f"error and stacks of each rank: {_files(verdict)}")
     if error:
-        lines.append(f"torch says: {error}")
+        lines.append(f"error of torch: {error}")
     return "error: " + "\n  ".join(lines)
 
 

@@ -219,7 +219,9 @@ def _is_of_torch(frame: FrameType) -> bool:
 
 def stacks() -> str:
     """Return the stacks of all threads of this process as text."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    names = {}
+    for thread in threading.enumerate():
+        names[thread.ident] = thread.name
     parts = []
     for ident, frame in sys._current_frames().items():
         text = "".join(traceback.format_stack(frame))

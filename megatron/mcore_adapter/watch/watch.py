@@ -80,7 +80,7 @@ class Watch:
 
     Args:
         args: arguments of the run: ``distributed_timeout_minutes``, ``distributed_backend`` and
-            ``save``, beside which the file for errors lies.
+            ``save``, in which the file for errors lies.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -89,7 +89,9 @@ class Watch:
         self._file = error_file(args.save)
         self._hearts = Heartbeats(self._file)
         # Signal -> times at which it has arrived, by the monotonic clock.
-        self._signals: dict[int, list[float]] = {signal.SIGTERM: [], signal.SIGINT: []}
+        self._signals: dict[int, list[float]] = {}
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._signals[number] = []
         self._reported: float | None = None  # when this rank read the report of another one
         self._error: BaseException | None = None  # of a collective of the main thread
         self._has_announced_stall = False
@@ -101,10 +103,12 @@ class Watch:
 
     def __enter__(self) -> Watch:
         for number, handler in ((signal.SIGTERM, _ignore), (signal.SIGINT, _interrupt)):
-            self._restore.callback(_restore, number, signal.signal(number, handler))
+            handler_before = signal.signal(number, handler)
+            self._restore.callback(_restore, number, handler_before)
         # Python writes the numbers of signals there at once, whatever the main thread does.
         self._wakeup_sender.setblocking(False)
-        before = signal.set_wakeup_fd(self._wakeup_sender.fileno(), warn_on_full_buffer=False)
+        descriptor = self._wakeup_sender.fileno()
+        before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
         self._restore.callback(signal.set_wakeup_fd, before)
         observe.add(position.last_work)
         self._restore.callback(observe.remove, position.last_work)
@@ -132,7 +136,7 @@ class Watch:
 
     # ---- ends of a run, called on the main thread
 
-    def tell(self, text: str) -> bool:
+    def report(self, text: str) -> bool:
         """Print an error of this rank, unless another rank has printed one.
 
         Returns:
@@ -156,7 +160,7 @@ class Watch:
         iteration = self._hearts.iteration()
         if iteration:
             text += f" after iteration {iteration}"
-        if not self.tell(text) and environment_rank() == 0:
+        if not self.report(text) and environment_rank() == 0:
             self._print_report(text)
         return SIGINT_CODE
 
@@ -204,19 +208,23 @@ class Watch:
             self._hearts.send(RUNNING)
             if self._reported is None and self._hearts.must_end():
                 self._reported = time.monotonic()
-        if self._reported is not None and time.monotonic() - self._reported > LEAVE_SECONDS:
-            self._leave(1)
+        if self._reported is not None:
+            since_report = time.monotonic() - self._reported
+            if since_report > LEAVE_SECONDS:
+                self._leave(1)
         if self._signals[signal.SIGINT]:
             self._check_interrupt(self._signals[signal.SIGINT])
         if self._signals[signal.SIGTERM]:
-            self._check_sigterm(time.monotonic() - self._signals[signal.SIGTERM][0])
+            first_time = self._signals[signal.SIGTERM][0]
+            self._check_sigterm(time.monotonic() - first_time)
         with contextlib.suppress(StoreError):
             self._check_stall()
 
     def _check_interrupt(self, times: list[float]) -> None:
         """End the process at the second SIGINT, or some seconds after the first one."""
-        is_late = time.monotonic() - times[0] > INTERRUPT_SECONDS
-        if len(times) > 1 or (is_late and position.phase != position.SAVING):
+        since_first = time.monotonic() - times[0]
+        is_late = since_first > INTERRUPT_SECONDS and position.phase != position.SAVING
+        if len(times) > 1 or is_late:
             self.exit(self.interrupted())
 
     def _check_sigterm(self, seconds: float) -> None:
@@ -247,7 +255,8 @@ class Watch:
     def _check_stall(self) -> None:
         """Print the message shortly before torch aborts the process."""
         margin = min(30.0, self._timeout / 4)
-        is_stall = self._announces_stalls and self._hearts.age > self._timeout - margin
+        limit = self._timeout - margin
+        is_stall = self._announces_stalls and self._hearts.age > limit
         if is_stall and not self._has_announced_stall and self._hearts.is_connected:
             self._has_announced_stall = True
             verdict = judge(self._hearts.gather())
@@ -262,7 +271,8 @@ class Watch:
         """Report a collective that has failed, and end the process."""
         if self._signals[signal.SIGINT]:
             self.exit(self.interrupted())
-        _append(self._file, "".join(traceback.format_exception(error)))
+        lines = traceback.format_exception(error)
+        _append(self._file, "".join(lines))
         self._hearts.locate(position.of_error(error))
         text = _first_line_of_cause(error)
         try:
@@ -297,15 +307,18 @@ class Watch:
         """
         if environment_rank() > 1:
             time.sleep(LEAVE_SECONDS)
-        files = [self._file.with_name(f"rank{rank}.txt") for rank in range(1, environment_rank())]
-        if self._reported is None and not any(_is_new(file) for file in files):
+        files = []
+        for rank in range(1, environment_rank()):
+            files.append(self._file.with_name(f"rank{rank}.txt"))
+        has_other_report = any(_is_new(file) for file in files)
+        if self._reported is None and not has_other_report:
             beat = self._hearts.own(WAITING)
             lines = [
                 f"error: {cause}",
                 "rank 0, or the host of the store, has probably died: look at its log",
                 f"rank {beat.rank} was in {beat.position}, in iteration {beat.iteration + 1}",
                 f"error and stacks: {self._file}",
-                f"torch says: {text}",
+                f"error of torch: {text}",
             ]
             self._print_report("\n  ".join(lines))
         self.exit(1)
@@ -371,7 +384,10 @@ def _append(path: Path, text: str) -> None:
 
 def _is_new(path: Path) -> bool:
     """Return True for a file that was changed a moment ago."""
-    return path.exists() and time.time() - path.stat().st_mtime < 4 * LEAVE_SECONDS
+    if not path.exists():
+        return False
+    age = time.time() - path.stat().st_mtime
+    return age < 4 * LEAVE_SECONDS
 
 
 def _restore(number: int, handler: Any) -> None:

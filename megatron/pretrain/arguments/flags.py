@@ -41,6 +41,8 @@ class Range:
 
 
 AT_LEAST_1 = Range(lambda value: value > 0, "at least 1", is_size=True)
+POSITIVE = Range(lambda value: value > 0, "at least 1")
+"""A number that no rule divides by, such as an interval: a bad one hides no other problem."""
 AT_LEAST_0 = Range(lambda value: value >= 0, "at least 0")
 ABOVE_0 = Range(lambda value: value > 0, "above 0")
 

@@ -44,7 +44,7 @@ def lines_of(flag: Flag) -> str:
         text = f"[only the default: {flag.refusal}]"
     else:
         # The docstrings of Megatron-Core have several sentences; the first says what a field is.
-        sentence = re.split(r"(?<=[a-z\])])\. ", flag.help)[0].rstrip(".")
+        sentence = re.split(r"(?<=[a-z\])])(?<!\be\.g)(?<!\bi\.e)\. ", flag.help)[0].rstrip(".")
         text = sentence + default_words(flag)
     return textwrap.fill(
         text,

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from megatron.checkpoint.store import durable
-from megatron.mcore_adapter.run.files_beside import HISTORY
+from megatron.mcore_adapter.run.report_files import HISTORY
 from megatron.pretrain.report.quantities import significant
 
 Entry = dict[str, float]

@@ -22,7 +22,7 @@ def profile_directory(args: argparse.Namespace) -> str:
 
 
 @contextmanager
-def profiling(args: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+def profiling(args: argparse.Namespace, log: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     """Profile steps as ``--profile`` and its other flags ask. Leaving early ends the profile.
 
     All ranks record, so that they can be compared if a collective fails; the ranks of
@@ -30,7 +30,7 @@ def profiling(args: argparse.Namespace, say: Callable[[str], None]) -> Iterator[
 
     Args:
         args: arguments of the run.
-        say: prints a line for the user.
+        log: prints a line for the user.
 
     Yields:
         A function to call after every step.
@@ -42,12 +42,12 @@ def profiling(args: argparse.Namespace, say: Callable[[str], None]) -> Iterator[
             if args.profile and num_steps == args.profile_step_end:
                 profile.close()
             if args.profile and num_steps == args.profile_step_start:
-                say(
+                log(
                     f"profiling steps {num_steps} to {args.profile_step_end - 1}: see"
                     f" {profile_directory(args)}"
                 )
                 if not (args.use_megatron_fsdp or args.use_pytorch_profiler):
-                    say(
+                    log(
                         "profiling: only --use-megatron-fsdp is traced; --use-pytorch-profiler"
                         " shows this run"
                     )

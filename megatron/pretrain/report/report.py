@@ -16,7 +16,7 @@ from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.checkpoint.store import durable
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.mcore_adapter.run.environment import environment_rank
-from megatron.mcore_adapter.run.files_beside import HISTORY, PICTURE, PROGRESS
+from megatron.mcore_adapter.run.report_files import HISTORY, PICTURE, PROGRESS
 from megatron.mcore_adapter.run.run_state import Progress
 from megatron.pretrain.report.loss_history import LossHistory, draw_loss_curves
 from megatron.pretrain.report.quantities import clock, rows, significant, size
@@ -49,9 +49,9 @@ class Report:
         self._speaks = environment_rank() == 0
         self._history = LossHistory(Path(args.save or ""))
         self._bar: tqdm | None = None
-        self._decorations = Decorations(self.say)
+        self._decorations = Decorations(self.log)
         self._scalars = ScalarWriters(args, self._decorations, writes=self._speaks)
-        self.times = PhaseTimes(args, self.say)  # of the phases of training, on this rank
+        self.times = PhaseTimes(args, self.log)  # of the phases of training, on this rank
         self._clock = SpeedClock(args)
         self._first_iteration = 1
         self._iterations_since_line = 0
@@ -67,7 +67,7 @@ class Report:
         if not self._speaks:
             return
         if not knows_peak:
-            self.say(UNKNOWN_PEAK.format(torch.cuda.get_device_name()))
+            self.log(UNKNOWN_PEAK.format(torch.cuda.get_device_name()))
         save = self._args.save
         load = self._args.load
         if save:
@@ -77,7 +77,7 @@ class Report:
             with self._decorations.guard(HISTORY):
                 note = self._history.resume(progress.iteration)
                 if note is not None:
-                    self.say(note)
+                    self.log(note)
         self._bar = terminal_bar(
             total=self._args.train_iters,
             initial=progress.iteration,
@@ -85,7 +85,7 @@ class Report:
             dynamic_ncols=True,
         )
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
         if not self._speaks:
             return
@@ -151,7 +151,7 @@ class Report:
             with self._decorations.guard(self._args.memory_snapshot_path, Exception):
                 torch.cuda.memory._dump_snapshot(self._args.memory_snapshot_path)
         if self._speaks:
-            self.say(rows(self._parts(progress, shown, speed, memory)))
+            self.log(rows(self._parts(progress, shown, speed, memory)))
         numbers = speed.scalars() | {"memory-bytes": memory}
         times = self.times.report(self._iterations_since_line)
         self._scalars.add(numbers | times, progress)
@@ -196,7 +196,7 @@ class Report:
             return
         iteration = progress.iteration
         perplexity = math.exp(min(20, loss))
-        self.say(
+        self.log(
             f"{name} at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL:"
             f" {perplexity:.6E}"
         )

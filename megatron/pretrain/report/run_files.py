@@ -30,11 +30,11 @@ class Decorations:
     """A guard around files and services that only decorate a run.
 
     Args:
-        say: prints a line for the user.
+        log: prints a line for the user.
     """
 
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
+    def __init__(self, log: Callable[[str], None]):
+        self._log = log
         self._failed: set[str] = set()
 
     @contextmanager
@@ -48,7 +48,7 @@ class Decorations:
         except errors as error:
             if name not in self._failed:
                 self._failed.add(name)
-                self._say(f"{name} cannot be written, training continues without: {error}")
+                self._log(f"{name} cannot be written, training continues without: {error}")
 
 
 def write_config(folder: Path, args: argparse.Namespace, iteration: int) -> None:

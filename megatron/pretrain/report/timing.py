@@ -59,7 +59,7 @@ LEVEL_2 = [
 class PhaseTimes:
     """Timers of this rank, which all ranks report together."""
 
-    def __init__(self, args: argparse.Namespace, say: Callable[[str], None]):
+    def __init__(self, args: argparse.Namespace, log: Callable[[str], None]):
         level = args.timing_log_level
         self.timers: Timers | None = None
         """Megatron-Core's timers; None at level 0."""
@@ -70,7 +70,7 @@ class PhaseTimes:
         if level > 1:
             self._names += LEVEL_2
         self.writes = args.log_timers_to_tensorboard
-        self._say = say
+        self._log = log
         self._configs: list[object] = []
         self._is_paused = False
 
@@ -147,5 +147,5 @@ class PhaseTimes:
             self.timers.write(names, writer, 0, num_iterations, reset=False)
         text = self.timers.get_all_timers_string(names, num_iterations, reset=True)
         if text is not None:
-            self._say(text)
+            self._log(text)
         return values

@@ -127,7 +127,7 @@ def test_param_groups_come_from_a_map_where_one_is_given(
         ("{", "cannot be read"),
         ('{"model.module.output_layer.weight": "a"}', "numbers of groups"),
         ('{"model.module.output_layer.weight": -1}', "numbers of groups"),
-        ('{"model.module.output_layer.weight": 9}', "the map says 9"),
+        ('{"model.module.output_layer.weight": 9}', "the map names group 9"),
         ('{"model.module.other.weight": 0}', "no parameter of this checkpoint"),
         (None, "map.json"),
     ],

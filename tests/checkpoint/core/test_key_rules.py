@@ -232,6 +232,20 @@ def test_names_are_ordered_as_modules_register_them() -> None:
     assert sorted(others, key=key_rules.registration_order) == others
 
 
+def test_other_parameters_of_a_fused_norm_come_before_those_of_its_linear_layer() -> None:
+    layer = "decoder.layers.0"
+    norm = f"{layer}.input_layernorm"
+    linear = f"{layer}.self_attention.linear_qkv"
+    names = [f"{norm}.weight", f"{norm}.scale", f"{linear}.weight", f"{linear}.bias"]
+    engine = spelling(names, engine=True, grouped=False)
+
+    def order(name: str) -> tuple[Any, ...]:
+        return key_rules.registration_order(name, engine)
+
+    mixed = [*names[2:], *names[:2]]
+    assert sorted(mixed, key=order) == names
+
+
 @pytest.mark.parametrize(
     ("name", "dim", "gated"),
     [

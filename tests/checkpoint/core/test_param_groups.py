@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.core import param_groups
+from megatron.checkpoint.core.param_groups import EXPERT_FIELD
 from tests.support.checkpoint import small_models
 from tests.support.checkpoint.changed_checkpoints import TENSOR, change_common
 from tests.support.checkpoint.command_runs import TO_FSDP, run_json
@@ -42,6 +43,13 @@ def test_a_parameter_that_fits_two_different_groups_is_an_error() -> None:
         param_groups.assign({TENSOR: (8, 12)}, groups)
     first, second = param_groups.assign({TENSOR: (8, 12)}, groups, numbers={TENSOR: 1})
     assert (first.names, second.names) == ([], [TENSOR])
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["alike else", "experts apart"])
+def test_a_bias_is_in_no_group_of_weights_that_decay_less_than_others(apart: bool) -> None:
+    groups = [{**USUAL, "wd_mult": 1.0}, {**USUAL, "wd_mult": 0.5, EXPERT_FIELD: apart}]
+    with pytest.raises(ValueError, match=r"final_layernorm.weight: none fits"):
+        param_groups.assign({"decoder.final_layernorm.weight": (8,)}, groups)
 
 
 def test_matrices_without_a_second_moment_are_in_the_group_of_muon() -> None:

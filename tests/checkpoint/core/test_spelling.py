@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 
-from megatron.checkpoint.core.spelling import plain_name
+from megatron.checkpoint.core.spelling import choose_spelling, plain_name
+from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX, wrapper_prefix
 
 
@@ -34,3 +35,16 @@ def test_a_file_without_the_optimizer_says_nothing_about_wrappers() -> None:
 @pytest.mark.parametrize("wrappers", ["", "module.", "module.module.module."])
 def test_plain_names_have_no_wrappers(wrappers: str) -> None:
     assert plain_name(f"{wrappers}decoder.module.weight") == "decoder.module.weight"
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["grouped first", "apart first"])
+def test_experts_are_apart_if_any_layer_has_them_so(order: int) -> None:
+    stem = "layers.0.mlp.experts"
+    names = {
+        f"decoder.{stem}.local_experts.3.linear_fc1.weight": f"decoder.{stem}.linear_fc1.weight3",
+        f"mtp.{stem}.local_experts.3.linear_fc1.weight": (
+            f"mtp.{stem}.local_experts.3.linear_fc1.weight"
+        ),
+    }
+    state = TrainingState({}, module_names=dict([*names.items()][::order]))
+    assert not choose_spelling(state, "transformer_engine").grouped_experts

@@ -172,6 +172,14 @@ def test_pieces_of_any_grid_are_put_together(data: st.DataObject) -> None:
         assert torch.equal(tensor.read_rows(start, stop), expected[start:stop])
 
 
+def test_a_grid_without_blocks_is_refused() -> None:
+    class Stored:
+        shape = staticmethod(lambda key: (2, 0, 0))
+
+    with pytest.raises(ValueError, match=r"key: \(2, 0, 0\) is not \(4, 0\) in equal blocks"):
+        reformulated(Stored, "key", (4, 0))
+
+
 def test_keys_that_are_not_understood_are_named(space: File) -> None:
     space.stored.objects += [
         "optimizer.surprise/shard_0_1",

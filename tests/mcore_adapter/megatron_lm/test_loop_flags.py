@@ -100,6 +100,15 @@ def test_everything_that_needs_a_gpu_is_refused_at_once() -> None:
     completed(words)
 
 
+def test_registered_memory_needs_a_gpu_and_no_overlap_of_experts() -> None:
+    words = [*FSDP, "--use-nccl-ub", "--overlap-moe-expert-parallel-comm"]
+    assert completed(words[:-1]).problems == []
+    with pytest.raises(LoopFlagError) as caught:
+        completed(words, has_cuda=False)
+    assert "comm does not go with --use-nccl-ub: leave one out" in str(caught.value)
+    assert "--use-nccl-ub needs a GPU, and there is none: leave it out" in str(caught.value)
+
+
 def test_a_cpu_keeps_layers_of_transformer_engine_where_they_can_be_imported() -> None:
     engine = ["--transformer-impl", "transformer_engine", "--fp8-format", "hybrid"]
     line = LoopCommandLine([*FSDP, *engine], {}, has_cuda=False, has_loop=True, has_engine=True)

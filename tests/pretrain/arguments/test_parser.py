@@ -138,6 +138,9 @@ def test_a_line_has_the_type_the_first_sentence_and_the_default() -> None:
     flag = integer("--steps", "Number of steps. There may be many of them.", default=7)
     assert " ".join(lines_of(flag).split()) == "--steps N Number of steps (default: 7)"
     assert "[only the default: too slow]" in lines_of(integer("--steps", Refused("too slow")))
+    for short in ("e.g. 10 each", "i.e. 10 each"):
+        help_of_steps = " ".join(lines_of(text("--x", f"steps, {short}. Or more.")).split())
+        assert help_of_steps == f"--x WORD steps, {short}"
     lines = lines_of(text("--x", "word " * 40)).splitlines()
     assert len(lines) > 1 and max(map(len, lines)) <= WIDTH
 

@@ -109,6 +109,15 @@ def test_flags_of_the_sample_checkpoints_give_their_model() -> None:
     assert vars(pickle.loads(pickle.dumps(args))) == vars(args)
 
 
+@pytest.mark.parametrize(
+    "flag", ["--num-dataset-builder-threads", "--log-interval", "--save-retain-interval"]
+)
+def test_a_number_that_nothing_is_divided_by_hides_no_problem_of_sizes(flag: str) -> None:
+    found = problems(f"{MOCK} --max-position-embeddings 8 {flag} 0")
+    assert f"{flag} must be at least 1, got 0" in found
+    assert "--max-position-embeddings 8 must be at least --seq-length 32" in found
+
+
 def test_all_conflicts_are_reported_at_once() -> None:
     found = problems(
         f"""{MOCK} --bf16 --fp16 --train-samples 100 --min-lr 1 --use-megatron-fsdp

@@ -28,7 +28,7 @@ from megatron.mcore_adapter.checkpoints.save_directory import (
     refuse_overwriting,
     settle,
 )
-from megatron.mcore_adapter.run.files_beside import HISTORY
+from megatron.mcore_adapter.run.report_files import HISTORY
 from tests.pretrain.report.test_loss_history import killed_at
 from tests.pretrain.test_newest_checkpoint import arguments
 from tests.pretrain.test_non_persistent_saves import broken_off
@@ -208,11 +208,11 @@ def test_a_second_run_is_refused_until_the_first_is_dead(
 def test_a_run_waits_for_one_that_is_ending(holder: BaseProcess, tmp_path: Path) -> None:
     lines: list[str] = []
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         lines.append(line)
         holder.kill()
 
-    with locked(tmp_path / "run", say):
+    with locked(tmp_path / "run", log):
         assert len(lines) == 1 and "waiting 30 s" in lines[0]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.soak.kills import KINDS, Strike, Striker
 from megatron.checkpoint.store import directory
-from megatron.mcore_adapter.run.files_beside import HISTORY
+from megatron.mcore_adapter.run.report_files import HISTORY
 from megatron.pretrain.report.loss_history import LossHistory, draw_loss_curves
 
 

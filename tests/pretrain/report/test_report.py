@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint.hugging_face.model_directory import CONFIG
-from megatron.mcore_adapter.run.files_beside import HISTORY, PICTURE, PROGRESS
+from megatron.mcore_adapter.run.report_files import HISTORY, PICTURE, PROGRESS
 from megatron.mcore_adapter.run.run_state import Progress
 from megatron.pretrain.loop import TrainingRun
 from megatron.pretrain.report.report import Report
@@ -233,7 +233,7 @@ def test_only_the_first_rank_reports(
     monkeypatch.setenv("RANK", "1")
     args = namespace(save=str(tmp_path), tensorboard_dir=str(tmp_path))
     report, progress = steps(args, [5.0])
-    report.say("a line")
+    report.log("a line")
     report.evaluation(progress, 2.0)
     report.keep()
     report.end()

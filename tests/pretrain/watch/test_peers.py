@@ -89,7 +89,7 @@ def test_a_rank_whose_process_has_ended_is_named(process: subprocess.Popen[bytes
     assert text.startswith(f"error: rank 1 has died: process {process.pid} on node7 ended after ")
     assert f"ranks 0, 2 wait in {GATHER} since " in text and "iteration 18" in text
     assert "errors/rank0.txt, errors/rank2.txt\n" in text and "dmesg" in text
-    assert text.endswith("torch says: Connection closed")
+    assert text.endswith("error of torch: Connection closed")
 
 
 def test_a_rank_whose_process_is_stopped_is_named(process: subprocess.Popen[bytes]) -> None:

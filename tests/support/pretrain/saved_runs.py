@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron.checkpoint.core.training_state import SCHEDULE
 from megatron.checkpoint.store.directory import TRACKER
 from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, State
 
@@ -102,19 +103,6 @@ GROUP_FIELDS = [
     "differentiable",
     "fused",
     "decoupled_weight_decay",
-]
-
-SCHEDULE = [
-    "max_lr",
-    "lr_warmup_steps",
-    "num_steps",
-    "lr_decay_style",
-    "lr_decay_steps",
-    "min_lr",
-    "start_wd",
-    "end_wd",
-    "wd_incr_style",
-    "wd_incr_steps",
 ]
 
 RNG = [

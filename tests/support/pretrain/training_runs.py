@@ -124,7 +124,7 @@ class RecordingReport(Report):
         self.record.evaluations.setdefault(name, []).append((progress.iteration, loss))
         super().evaluation(progress, loss, name)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         if not line.startswith("iteration "):
             self.record.lines.append(line)
 
@@ -247,7 +247,7 @@ def tokenizer_of(args: Any) -> Tokenizer:
 
 def load_checkpoint(run: loop.TrainingRun) -> None:
     """Load the checkpoint that the command line names."""
-    run.progress = checkpointing.load(run.args, run, run.report.say)
+    run.progress = checkpointing.load(run.args, run, run.report.log)
 
 
 def lines_of_load(command_line: str) -> list[str] | str:
@@ -262,7 +262,7 @@ def lines_of_load(command_line: str) -> list[str] | str:
 
 def save_checkpoint(run: loop.TrainingRun) -> None:
     """Save a checkpoint where the command line says."""
-    checkpointing.save(run.args, run, run.progress, run.report.say)
+    checkpointing.save(run.args, run, run.progress, run.report.log)
 
 
 def state_of(run: loop.TrainingRun) -> State:

@@ -8,6 +8,7 @@ from megatron.pretrain.arguments.flags import (
     DEPRECATED_DEFAULT,
     DIVIDED,
     ENGINE,
+    POSITIVE,
     REQUIRED,
     Flag,
     Needs,
@@ -158,7 +159,7 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
         integer(
             "--distributed-timeout-minutes",
             "minutes a collective may wait",
-            AT_LEAST_1,
+            POSITIVE,
             SHORT_TIME,
             default=10,
         ),
@@ -204,16 +205,16 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
             "shape of the decay",
             default="linear",
         ),
-        integer("--lr-decay-iters", "iterations of the decay; default: --train-iters", AT_LEAST_1),
-        integer("--lr-decay-samples", "samples of the decay; default: --train-samples", AT_LEAST_1),
+        integer("--lr-decay-iters", "iterations of the decay; default: --train-iters", POSITIVE),
+        integer("--lr-decay-samples", "samples of the decay; default: --train-samples", POSITIVE),
         number("--lr-warmup-fraction", "warm-up as a part of the decay length"),
         integer("--lr-warmup-iters", "iterations of linear warm-up", AT_LEAST_0, default=0),
         integer("--lr-warmup-samples", "samples of linear warm-up", AT_LEAST_0, default=0),
         number(
             "--lr-warmup-init", "rate at the first step of the warm-up", AT_LEAST_0, default=0.0
         ),
-        integer("--lr-wsd-decay-iters", "length of the final decay of WSD", AT_LEAST_1, NEEDS_WSD),
-        integer("--lr-wsd-decay-samples", "the same in samples", AT_LEAST_1, NEEDS_WSD),
+        integer("--lr-wsd-decay-iters", "length of the final decay of WSD", POSITIVE, NEEDS_WSD),
+        integer("--lr-wsd-decay-samples", "the same in samples", POSITIVE, NEEDS_WSD),
         choice(
             "--lr-wsd-decay-style",
             "exponential|linear|cosine|minus_sqrt",
@@ -344,8 +345,8 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
         integer("--rampup-batch-size", NO_GROWTH, nargs=3),
         integer("--train-iters", "iterations to train", COMMON, AT_LEAST_1),
         integer("--train-samples", "sequences to train, instead of --train-iters", AT_LEAST_1),
-        integer("--exit-interval", "save and stop at a multiple of this iteration", AT_LEAST_1),
-        integer("--exit-duration-in-mins", "save and stop after this many minutes", AT_LEAST_1),
+        integer("--exit-interval", "save and stop at a multiple of this iteration", POSITIVE),
+        integer("--exit-duration-in-mins", "save and stop after this many minutes", POSITIVE),
         switch("--exit-signal-handler", "save and stop on SIGTERM"),
         switch(
             "--skip-train",

@@ -131,7 +131,7 @@ TRAINING_FIELDS: dict[str, dict[str, Row]] = {
             Refused("gradients are always scaled in one place; choosing where is not built"),
         ),
         "suggested_communication_unit_size": (
-            "bytes up to which small units are gathered together",
+            "elements up to which small units are gathered together",
             AT_LEAST_1,
             NEEDS_FSDP,
         ),
