@@ -31,7 +31,7 @@ from megatron_fsdp import fully_shard
 PLAN = Path(__file__).resolve().parents[1] / "tools/plan.py"
 
 
-class Block(nn.Module):
+class FeedForwardUnit(nn.Module):
     """A unit, float (batch, width) to the same shape."""
 
     def __init__(self, width: int):
@@ -53,10 +53,10 @@ def shard_and_train(num_ranks: int, num_units: int, width: int) -> tuple[float, 
         mock.patch.object(collectives, "_reduce_scatter_single", do_nothing),
     ):
         torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(*[Block(width) for _ in range(num_units)])
+        model: nn.Module = nn.Sequential(*[FeedForwardUnit(width) for _ in range(num_units)])
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
         begin = time.thread_time()
-        model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
+        model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[FeedForwardUnit])
         sharding = time.thread_time() - begin
         steps = []
         for _ in range(6):
