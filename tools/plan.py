@@ -150,10 +150,10 @@ def main(
         raise refusal(problems)
 
     limit = memory_limit * GIB if memory_limit else USABLE * described.memory_bytes
+    click.echo(f"{num_gpus} GPUs of {described.name}, {limit / GIB:.1f} GiB of each")
     if beside_ddp:
         return show_beside_ddp(args, num_gpus, described, limit)
     choices = Choices(**limits)  # type: ignore[arg-type]  # checked above
-    click.echo(f"{num_gpus} GPUs of {described.name}, {limit / GIB:.1f} GiB of each")
     try:
         found = search(words, args, num_gpus, described, limit, choices, show, click.echo)
     except ValueError as error:
