@@ -14,11 +14,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron.planning.costs.gpu_kernels import FITTED, Fitted
+from megatron.planning.costs.gpu_kernels import FITTED, FP32, Fitted
 from megatron.planning.costs.layer_memory import ATTENTION_CORE, FULL, NONE, LayerMemory
 from megatron.planning.costs.layer_seconds import LayerWork
 from megatron.planning.costs.model_sizes import mesh_of_arguments, sizes_of_arguments
-from megatron.planning.costs.software import Software
+from megatron.planning.costs.software import UNFUSED, Software
 from megatron.planning.costs.spent_seconds import Spent
 from megatron.planning.machine import Cluster
 from megatron.planning.skeleton import NO_COST, Cost
@@ -68,11 +68,7 @@ class GptCosts:
             has_experts, self._recompute, self._part
         )
         kept = int(self._memory.kept(has_experts))
-        recomputed = 0
-        if self._recompute != NONE:
-            recomputed = int(self._memory.whole_layer(has_experts))
-            if self._recompute != FULL:
-                recomputed -= kept
+        recomputed = int(self._memory.recomputed(has_experts))
         return Cost(forward, backward, kept, recomputed)
 
     def of_output(self) -> Cost:
@@ -85,8 +81,16 @@ class GptCosts:
 
 def software_of_arguments(args: argparse.Namespace) -> Software:
     """Return the software of a run of ``pretrain_gpt.py`` by its completed arguments."""
+    is_half = bool(args.bf16 or args.fp16)
+    # Fused attention has half precision alone.
+    is_unfused = not is_half or args.attention_backend.name in ("unfused", "local")
+    size = 2 if is_half else FP32
     return replace(
         MEGATRON_CORE,
+        attention=UNFUSED if is_unfused else MEGATRON_CORE.attention,
+        compute_bytes=size,
+        weight_bytes=size,
+        gather_bytes=size,
         overlaps_tensor=bool(getattr(args, "tp_comm_overlap", False)),
         overlaps_data=bool(args.overlap_grad_reduce),
         uses_fp8=bool(args.fp8 or args.fp4),

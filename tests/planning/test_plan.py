@@ -12,7 +12,8 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from megatron.planning.candidates import Candidate, Choices, candidates, layers_of_ends
-from megatron.planning.layer_costs import GptCosts
+from megatron.planning.costs.software import UNFUSED
+from megatron.planning.layer_costs import GptCosts, software_of_arguments
 from megatron.planning.machine import MACHINES
 from megatron.planning.presets import PRESETS
 from megatron.planning.search import model_arguments
@@ -83,8 +84,15 @@ def test_the_activations_of_a_layer_are_those_of_the_literature() -> None:
     args.recompute_granularity = "full"
     recomputing = GptCosts(args, MACHINES["h100"]).of_layer(has_experts=False)
     assert recomputing.kept_bytes == 2 * 32 * 64
-    assert recomputing.recomputed_bytes == cost.kept_bytes
+    assert recomputing.recomputed_bytes == cost.kept_bytes - recomputing.kept_bytes
     assert recomputing.backward == pytest.approx(cost.backward + cost.forward)
+
+
+def test_a_run_in_fp32_is_planned_in_fp32() -> None:
+    half = software_of_arguments(completed(TINY))
+    full = software_of_arguments(completed(TINY.replace("--bf16", "")))
+    assert (half.compute_bytes, half.attention) == (2, "cudnn")
+    assert (full.compute_bytes, full.gather_bytes, full.attention) == (4, 4, UNFUSED)
 
 
 def test_layers_that_no_number_of_stages_divides_are_fewer_at_the_ends() -> None:

@@ -34,6 +34,14 @@ BACKWARD_OF_ATTENTION = 2.5
 """FLOPs of the backward of attention in those of its forward: five products for two."""
 
 
+FP32 = 4
+"""Bytes of an element of fp32."""
+
+TF32 = 0.5
+"""FLOP/s of fp32 products in those of bf16: Transformer Engine multiplies fp32 as TF32, of which
+the data sheets of A100 to B200 have half of bf16's."""
+
+
 @dataclass(frozen=True)
 class Fitted:
     """The constants that are fitted over all published runs together.
@@ -79,6 +87,8 @@ class Kernels:
         self._clock = machine.power_part**fitted.power
         self._memory = machine.memory_bytes_per_second * fitted.memory
         plain = machine.flops * machine.compute_efficiency * fitted.product
+        if software.compute_bytes == FP32:
+            plain *= TF32
         coded = (machine.fp8_flops or 0.0) * machine.fp8_efficiency * fitted.product
         self._flops = {False: plain * self._clock, True: (coded or plain) * self._clock}
 
@@ -99,8 +109,9 @@ class Kernels:
         part = part_of_tiles(ceil(m), ceil(n), ceil(count), self._machine.processors)
         part *= k / (k + self._fitted.depth)
         computing = 2.0 * m * n * k * count / (self._flops[is_fp8] * part)
-        operand = 1 if is_fp8 else 2
-        moved = count * (operand * (m * k + k * n) + 2 * m * n)
+        of_element = self._software.compute_bytes
+        operand = 1 if is_fp8 else of_element
+        moved = count * (operand * (m * k + k * n) + of_element * m * n)
         return max(computing, moved / self._memory)
 
     def move(self, num_bytes: float) -> float:

@@ -59,12 +59,12 @@ class LayerMemory:
     def input_bytes(self) -> float:
         """Bytes of the input of a layer."""
         divided = self.mesh.tensor if self.mesh.is_sequence_parallel else 1
-        return 2 * self.tokens * self.sizes.hidden / divided
+        return self.software.compute_bytes * self.tokens * self.sizes.hidden / divided
 
     @property
     def gathered_input(self) -> float:
         """Bytes of the input of a layer that tensor ranks have gathered."""
-        return 2 * self.tokens * self.sizes.hidden
+        return self.software.compute_bytes * self.tokens * self.sizes.hidden
 
     def whole_layer(self, has_experts: bool) -> float:
         """Return the bytes that a layer keeps without recomputation; see [Note: kept activations].
@@ -87,10 +87,7 @@ class LayerMemory:
         matrices = 3.0 if sizes.is_gated else 2.0
         if is_eager and sizes.is_gated:
             matrices = 4
-        scores = 0.0
-        if software.attention == UNFUSED:  # scores, their softmax, and a mask of dropout
-            heads = sizes.heads * self.mesh.micro_batch / tensor
-            scores = 5.0 * heads * sizes.sequence**2 / self.mesh.context
+        scores = self._scores if software.attention == UNFUSED else 0.0
         if software.uses_fp8 and software.fusion == FUSED:  # inputs of products are kept in FP8
             norms -= 1
             width -= sizes.output_width / 2
@@ -102,13 +99,14 @@ class LayerMemory:
             inner = experts.shared_width * matrices
             routed = self.input_bytes / sizes.hidden * experts.top_k * software.imbalance
             kept += routed * (sizes.hidden + matrices * experts.width)
-            kept += 8 * self.input_bytes / sizes.hidden / 2 * experts.number
+            own_tokens = self.input_bytes / sizes.hidden / software.compute_bytes
+            kept += 8 * own_tokens * experts.number
         else:
             inner = matrices * sizes.ffn
         if software.keeps_gathered and self.mesh.is_sequence_parallel:
             num_inputs = 1 if has_experts else 2
             kept += num_inputs * (1 - 1 / tensor) * self.gathered_input
-        return kept + 2 * self.tokens * (width + inner) / tensor + scores
+        return kept + software.compute_bytes * self.tokens * (width + inner) / tensor + scores
 
     def kept(self, has_experts: bool) -> float:
         """Return the bytes that a layer keeps from its forward to its backward.
@@ -118,7 +116,7 @@ class LayerMemory:
         """
         sizes, tensor = self.sizes, self.mesh.tensor
         whole = self.whole_layer(has_experts)
-        tokens = 2 * self.tokens / tensor
+        tokens = self.software.compute_bytes * self.tokens / tensor
         if self.recompute == FULL:
             return self.part * self.input_bytes + (1 - self.part) * whole
         if self.recompute == PRODUCTS:
@@ -126,14 +124,31 @@ class LayerMemory:
             width += 0 if has_experts else sizes.ffn
             return 2 * self.input_bytes + tokens * width
         if self.recompute == ATTENTION_CORE and self.software.attention == UNFUSED:
-            heads = sizes.heads * self.mesh.micro_batch / tensor
-            return whole - 5.0 * heads * sizes.sequence**2 / self.mesh.context
+            return whole - self._scores
         if self.recompute == LATENT and sizes.latent is not None:
             width = sizes.query_width + sizes.key_width + sizes.value_width
             return whole - tokens * width - 2 * self.input_bytes
         if self.recompute == MLP and not has_experts:
             return whole - tokens * 2 * sizes.ffn
         return whole
+
+    def recomputed(self, has_experts: bool) -> float:
+        """Return the bytes that the backward of a layer computes again, while it lasts.
+
+        Args:
+            has_experts: its MLP is experts.
+        """
+        if self.recompute == NONE:
+            return 0.0
+        kept = self.input_bytes if self.recompute == FULL else self.kept(has_experts)
+        return self.whole_layer(has_experts) - kept
+
+    @property
+    def _scores(self) -> float:
+        """Bytes of scores, their softmax, and a mask of dropout, without fused attention."""
+        heads = self.sizes.heads * self.mesh.micro_batch / self.mesh.tensor
+        num_scores = heads * self.sizes.sequence**2 / self.mesh.context
+        return (2 * self.software.compute_bytes + 1) * num_scores
 
     @property
     def output_kept(self) -> float:

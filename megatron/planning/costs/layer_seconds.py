@@ -37,6 +37,9 @@ from megatron.planning.costs.software import COMPILED, EAGER, FUSED, UNFUSED, So
 from megatron.planning.costs.spent_seconds import LayerSeconds, Spent
 from megatron.planning.machine import Cluster
 
+BF16 = 2
+"""Bytes of an element of bf16."""
+
 CALLS = {EAGER: 50, FUSED: 50, COMPILED: 18}
 """Operations that the host launches for the forward of a dense layer: counted in Llama's of
 torchtitan, in that of Megatron-Core with Transformer Engine, whose modules cost more each, and in
@@ -52,6 +55,9 @@ merge it into the sum in fp32: one kernel of Transformer Engine, and torch's, on
 
 CALLS_OF_UNIT = 20
 """Operations of the hooks, copies and collectives of a unit of FSDP."""
+
+CALLS_OF_OUTPUT = 30
+"""Operations of the last norm, the output layer and the loss; an estimate."""
 
 CALLS_IN_GRAPHS = 0.3
 """Part of the calls that remains where layers are CUDA graphs."""
@@ -111,14 +117,15 @@ class LayerWork:
         """Return the seconds of what is done with weights and their gradients, beside products."""
         software = self._software
         if self._mesh.is_fsdp:  # copied out of flat buffers; gradients are cast and copied into one
-            num_bytes = 2 + 2 * software.reduce_bytes
+            copied = 2 * software.compute_bytes
+            cast = software.compute_bytes + 2 * software.reduce_bytes
             return Spent(
-                self._kernels.move(4 * num_elements),
-                self._kernels.move((4 + num_bytes) * num_elements),
+                self._kernels.move(copied * num_elements),
+                self._kernels.move((copied + cast) * num_elements),
             )
         added = 2 * software.gradient_bytes
         if software.fusion != FUSED:
-            added += 4  # the gradient is written before it is added
+            added += 2 * software.compute_bytes  # it is written before it is added
         return Spent(0.0, self._kernels.move(added * num_elements))
 
     def _attention_products(self) -> Spent:
@@ -172,7 +179,7 @@ class LayerWork:
             spent = Spent(*found)
             if mesh.context > 1:
                 merged = mesh.context * MERGED[self._software.fusion] * self._tokens
-                merging = self._kernels.move(merged * sizes.output_width / mesh.tensor)
+                merging = self._pass(merged * sizes.output_width / mesh.tensor)
                 spent.add(Spent(merging, merging))
             return spent
         count = mesh.micro_batch * sizes.heads / mesh.tensor
@@ -180,11 +187,19 @@ class LayerWork:
         values = self._kernels.product(queries, head, sizes.sequence, count)
         num_scores = count * queries * sizes.sequence
         return Spent(
-            scores + values + self._kernels.move(9 * num_scores),
-            2 * (scores + values) + self._kernels.move(12 * num_scores),
+            scores + values + self._pass(9 * num_scores),
+            2 * (scores + values) + self._pass(12 * num_scores),
         )
 
     # ---- passes over memory; see [Note: passes]
+
+    def _pass(self, num_bytes: float) -> float:
+        """Return the seconds of a pass over memory.
+
+        Args:
+            num_bytes: that it reads and writes in bf16.
+        """
+        return self._kernels.move(num_bytes * self._software.compute_bytes / BF16)
 
     def _attention_passes(self) -> Spent:
         sizes, software = self._sizes, self._software
@@ -196,10 +211,10 @@ class LayerWork:
         if software.fusion == EAGER:
             rotary *= 7
         num_bytes = tokens / tensor * (copied + rotary)
-        spent = Spent(self._kernels.move(num_bytes), self._kernels.move(num_bytes))
+        spent = Spent(self._pass(num_bytes), self._pass(num_bytes))
         if sizes.has_query_norm:
             inner = tokens / tensor * queries_and_keys
-            spent.add(Spent(self._kernels.move(4 * inner), self._kernels.move(8 * inner)))
+            spent.add(Spent(self._pass(4 * inner), self._pass(8 * inner)))
         return spent
 
     def _norm_passes(self, num_norms: float = 2) -> Spent:
@@ -211,8 +226,8 @@ class LayerWork:
             forward, backward = 36, 60
         residual = 4 if software.fusion == COMPILED else 6
         return Spent(
-            self._kernels.move(num_norms * elements * (forward + residual)),
-            self._kernels.move(num_norms * elements * (backward + residual)),
+            self._pass(num_norms * elements * (forward + residual)),
+            self._pass(num_norms * elements * (backward + residual)),
         )
 
     def _activation_passes(self, tokens: float, width: float) -> Spent:
@@ -220,8 +235,8 @@ class LayerWork:
         if self._software.fusion == EAGER and self._sizes.is_gated:
             forward, backward = 10, 16
         return Spent(
-            self._kernels.move(forward * tokens * width),
-            self._kernels.move(backward * tokens * width),
+            self._pass(forward * tokens * width),
+            self._pass(backward * tokens * width),
         )
 
     # ---- messages; see [Note: messages of a layer]
@@ -236,7 +251,7 @@ class LayerWork:
         mesh = self._mesh
         if mesh.tensor == 1:
             return Spent()
-        num_bytes = 2 * self._tokens * self._sizes.hidden
+        num_bytes = self._software.compute_bytes * self._tokens * self._sizes.hidden
         message = self._machine.collective_seconds("all_gather", num_bytes, mesh.tensor_ranks)
         message /= self._fitted.link
         num_messages = 2 * num_pairs
@@ -255,7 +270,7 @@ class LayerWork:
         if mesh.context == 1:
             return Spent()
         width = (self._sizes.key_width + self._sizes.value_width) / mesh.tensor
-        num_bytes = 2 * mesh.micro_batch * self._sizes.sequence * width
+        num_bytes = self._software.compute_bytes * mesh.micro_batch * self._sizes.sequence * width
         message = self._machine.collective_seconds("all_gather", num_bytes, mesh.context_ranks)
         message /= self._fitted.link
         return Spent(
@@ -267,7 +282,8 @@ class LayerWork:
         """Return the seconds of one exchange of tokens between expert ranks."""
         mesh, experts = self._mesh, self._sizes.experts
         assert experts is not None
-        num_bytes = 2 * self._own_tokens * experts.top_k * self._sizes.hidden
+        num_bytes = self._software.compute_bytes * self._own_tokens * self._sizes.hidden
+        num_bytes *= experts.top_k
         num_bytes *= self._software.imbalance
         copies = experts.top_k if self._software.deduplicates_tokens else 0
         seconds = self._machine.exchange_seconds(num_bytes, mesh.expert_ranks, copies)
@@ -343,11 +359,11 @@ class LayerWork:
         spent.add(self._products(self._own_tokens, experts.number, sizes.hidden))
         sorting = 16 * routed * sizes.hidden
         scores = 80 * self._own_tokens * experts.number
-        passing = self._kernels.move(sorting + scores)
+        passing = self._pass(sorting + scores)
         passes.add(Spent(passing, passing))
         exchanges = 2 * self._exchange()
         if mesh.expert_tensor > 1:
-            num_bytes = 2 * routed * sizes.hidden
+            num_bytes = self._software.compute_bytes * routed * sizes.hidden
             ranks = range(mesh.expert_tensor)
             gathered = self._machine.collective_seconds("all_reduce", num_bytes, ranks)
             exchanges += gathered / self._fitted.link
@@ -390,10 +406,10 @@ class LayerWork:
         passes.add(Spent(loss, loss))
         message = 0.0
         if mesh.tensor > 1:
-            num_bytes = 2 * self._tokens * sizes.hidden
+            num_bytes = self._software.compute_bytes * self._tokens * sizes.hidden
             message = self._machine.collective_seconds("all_gather", num_bytes, mesh.tensor_ranks)
             message /= self._fitted.link
-        host = 30 * self._fitted.launch
+        host = CALLS_OF_OUTPUT * self._fitted.launch / self._machine.host_speed
         messages = Spent(message, message)
         return LayerSeconds(products, Spent(), passes, messages, Spent(host, host), 0.0)
 

@@ -38,6 +38,7 @@ class Software:
         kept_logit_bytes: of a logit that exist at once while the loss is computed.
         overlaps_tensor: messages of tensor parallelism run while products do.
         overlaps_data: gradients are reduced during backward, and weights gathered during forward.
+        compute_bytes: of an element of activations and of operands: 4 for fp32.
         uses_fp8: matrix products of layers are in FP8.
         weight_bytes: of a weight that a rank stores, beside the optimizer's.
         gather_bytes: of a weight that is gathered.
@@ -62,6 +63,7 @@ class Software:
     kept_logit_bytes: float = 14
     overlaps_tensor: bool = False
     overlaps_data: bool = True
+    compute_bytes: int = 2
     uses_fp8: bool = False
     weight_bytes: int = 2
     gather_bytes: float = 2

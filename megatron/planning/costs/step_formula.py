@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from megatron.planning.costs.gpu_kernels import FITTED, Fitted, Kernels
+from megatron.planning.costs.gpu_kernels import FITTED, FP32, Fitted, Kernels
 from megatron.planning.costs.layer_memory import NONE, LayerMemory
 from megatron.planning.costs.layer_seconds import LayerWork
 from megatron.planning.costs.model_sizes import ModelSizes, RunLayout
@@ -131,7 +131,7 @@ class StepFormula:
         """Return the seconds of a unit forward and backward, and of its collectives.
 
         Args:
-            kind: ``dense``, ``experts``, ``output`` or ``embedding``.
+            kind: ``dense``, ``experts``, ``predicted``, ``output`` or ``embedding``.
         """
         if kind not in self._units:
             sizes, tensor = self._sizes, self._mesh.tensor
@@ -141,19 +141,25 @@ class StepFormula:
             if kind == "output":
                 seconds = self._work.of_output()
                 forward, backward = seconds.forward, seconds.backward(Spent())
+            has_experts = kind == "experts"
+            if kind == "predicted":  # a layer behind a projection of two states, and the loss again
+                has_experts = sizes.experts is not None
+                dense_elements += 2 * sizes.hidden**2 / tensor
+                seconds = self._work.of_output()
+                forward, backward = seconds.forward, seconds.backward(Spent())
             if kind in ("output", "embedding"):
                 dense_elements = sizes.vocabulary_weights / tensor
-            elif kind == "dense":
+            elif not has_experts:
                 dense_elements += sizes.dense_weights / tensor
             else:
                 dense_elements += sizes.shared_weights / tensor
                 assert sizes.experts is not None
                 local = sizes.experts.number / self._mesh.expert
                 expert_elements = local * sizes.one_expert / self._mesh.expert_tensor
-            if kind in ("dense", "experts"):
-                forward, backward = self._work.forward_and_backward(
-                    kind == "experts", self._recompute, self._part
-                )
+            if kind not in ("output", "embedding"):
+                of_layer = self._work.forward_and_backward(has_experts, self._recompute, self._part)
+                forward += of_layer[0]
+                backward += of_layer[1]
             collectives = self._collectives(dense_elements, expert_elements)
             self._units[kind] = forward, backward, collectives
         return self._units[kind]
@@ -193,8 +199,7 @@ class StepFormula:
             units.append((1, "embedding"))
         if stage.has_output:
             units.append((1, "output"))
-            last = "experts" if self._sizes.experts is not None else "dense"
-            units += [(self._sizes.predicted_tokens, each) for each in (last, "output")]
+            units.append((self._sizes.predicted_tokens, "predicted"))
         forward = backward = exposed = gathers = reductions = elements = 0.0
         for count, kind in units:
             if not count:
@@ -207,16 +212,18 @@ class StepFormula:
                 forward += count * of_forward
                 backward += count * of_backward
                 continue
-            both = collectives.gather + collectives.reduce
-            longer_forward = self._overlapped(of_forward, collectives.gather)
+            gather = collectives.gather if self._mesh.level == 3 else 0.0
+            both = gather + collectives.reduce
+            longer_forward = self._overlapped(of_forward, gather)
             longer_backward = self._overlapped(of_backward, both)
             exposed += count * (longer_forward - of_forward + longer_backward - of_backward)
             forward += count * longer_forward
             backward += count * longer_backward
         microbatch = forward + backward + self._stage_messages()
         ends = self._kernels.move(self._software.update_bytes * elements)
-        if not self._mesh.is_fsdp:
+        if self._mesh.level < 3:
             ends += self._exposed(gathers, forward, elements)
+        if not self._mesh.is_fsdp:
             ends += self._exposed(reductions, backward, elements)
         return StageSeconds(microbatch, exposed, ends)
 
@@ -249,7 +256,7 @@ class StepFormula:
         launched = 4 * mesh.virtual * self._fitted.launch
         if mesh.virtual > 1 and self._software.overlaps_data:
             return launched
-        return 2 * message + launched
+        return 2 * mesh.virtual * message + launched
 
     # ---- memory
 
@@ -260,6 +267,10 @@ class StepFormula:
         parts.append((int(stage.has_embedding), "embedding"))
         is_another = not (self._sizes.is_tied and stage.has_embedding)
         parts.append((int(stage.has_output and is_another), "output"))
+        predicted = self._sizes.predicted_tokens if stage.has_output else 0
+        parts.append((predicted, "predicted"))
+        if predicted and not stage.has_embedding:  # it embeds the tokens that it predicts from
+            parts.append((1, "embedding"))
         lasting, largest = 0.0, 0.0
         for count, kind in parts:
             if not count:
@@ -272,23 +283,30 @@ class StepFormula:
             weights = 0.0
             if mesh.level < 3:
                 weights = software.weight_bytes * whole
+                if software.compute_bytes == FP32:  # the optimizer updates these
+                    weights -= FP32 * (shard if mesh.level else whole)
             lasting += states + gradients + weights
             largest = max(largest, collectives.elements)
         passing = 0.0
         if mesh.level == 3:
             # Two units are gathered at once, one has gradients, and one is being reduced.
-            passing = largest * (2 * software.gather_bytes + 2 + software.reduce_bytes)
+            of_element = 2 * software.gather_bytes + software.compute_bytes + software.reduce_bytes
+            passing = largest * of_element
         layers = stage.dense * memory.kept(False)
         if stage.experts:
             layers += stage.experts * memory.kept(True)
         in_flight = self._in_flight(number)
+        layers += predicted * memory.kept(self._sizes.experts is not None)
         kept = layers * in_flight
         again = 0.0
-        if self._recompute != NONE:
-            has_experts = stage.experts > 0
-            again = memory.whole_layer(has_experts) - memory.kept(has_experts)
+        if stage.dense:
+            again = memory.recomputed(False)
+        if stage.experts:
+            again = max(again, memory.recomputed(True))
         # The peak is where the loss is computed, or in the backward of the last layer.
-        output = memory.output_kept if stage.has_output else 0.0
+        output = 0.0
+        if stage.has_output:
+            output = (1 + predicted) * memory.output_kept
         gradients_of_layer = 2 * memory.input_bytes
         if mesh.tensor > 1:
             gradients_of_layer = 2 * memory.gathered_input
