@@ -118,7 +118,7 @@ def simulate_stage(
         simulating(seconds_of, contention=FITTED.contention) as simulator,
     ):
         model = sharded_skeleton(args, machine, simulator, costs)
-        update = plan_update(args, machine, model.module)
+        update = plan_update(args, machine, model.module, costs)
         simulator.change_memory(update.state_bytes)
         step = StepResult()
         for order in (one_after_another(1, 0), one_after_another(num_simulated, num_ahead)):

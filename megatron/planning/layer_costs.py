@@ -14,12 +14,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron.planning.costs.gpu_kernels import FITTED, FP32, Fitted
+from megatron.planning.costs.gpu_kernels import FITTED, FP32, Fitted, Kernels
 from megatron.planning.costs.layer_memory import ATTENTION_CORE, FULL, NONE, LayerMemory
 from megatron.planning.costs.layer_seconds import LayerWork
 from megatron.planning.costs.model_sizes import mesh_of_arguments, sizes_of_arguments
 from megatron.planning.costs.software import UNFUSED, Software
 from megatron.planning.costs.spent_seconds import Spent
+from megatron.planning.costs.update_bytes import CLIPPED, ONE_PASS
 from megatron.planning.machine import Cluster
 from megatron.planning.skeleton import NO_COST, Cost
 
@@ -50,9 +51,15 @@ class GptCosts:
         sizes, mesh = sizes_of_arguments(args), mesh_of_arguments(args)
         software = software_of_arguments(args) if software is None else software
         self._recompute, self._part = recompute or (recompute_of_arguments(args), 1.0)
+        self._update_bytes = software.update_bytes
+        self._kernels = Kernels(machine, software, fitted)
         self._num_outputs = 1 + sizes.predicted_tokens
         self._work = LayerWork(sizes, mesh, machine, software, fitted)
         self._memory = LayerMemory(sizes, mesh, software, self._recompute, self._part)
+
+    def update_seconds(self, num_elements: int) -> float:
+        """Return the seconds in which the device updates weights, with clipping."""
+        return self._kernels.move(self._update_bytes * num_elements)
 
     def of(self, module: nn.Module) -> Cost:
         """Return the cost of a module of the model that has no unit inside."""
@@ -95,6 +102,7 @@ def software_of_arguments(args: argparse.Namespace) -> Software:
         overlaps_data=bool(args.overlap_grad_reduce),
         uses_fp8=bool(args.fp8 or args.fp4),
         uses_graphs=getattr(args, "cuda_graph_impl", "none") != "none",
+        update_bytes=CLIPPED if args.clip_grad > 0 else ONE_PASS,
         reduce_bytes=2 if args.grad_reduce_in_bf16 else 4,
     )
 

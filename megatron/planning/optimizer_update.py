@@ -1,17 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update of the optimizer: its seconds, and its memory on the device and on the host.
-
-[Note: bytes of an update] On the host Megatron-Core clips and updates by torch's AdamW, one
-operation after the other. These read and write, for each fp32 element:
-
-    norm of gradients             4   read
-    clipping                     16   a product, and its copy
-    weight decay                  8   read and written
-    first moment                 12   two read, one written
-    second moment                20   scaled, then two read and one written
-    its root, divided, and more  24   three operations on a temporary tensor
-    weight                       16   three read, one written
-"""
+"""The update of the optimizer: its seconds, and its memory on the device and on the host."""
 
 from __future__ import annotations
 
@@ -29,21 +17,11 @@ from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.optimizer.matrix.matrix_parts import OwnerRanks
 from megatron.mcore_adapter.core_optimizers import is_matrix
 from megatron.mcore_adapter.run.optimizer_names import MUON
+from megatron.planning.costs.update_bytes import ALL_BY_TORCH
+from megatron.planning.layer_costs import GptCosts
 from megatron.planning.machine import Cluster
 from megatron.planning.matrix_owners import OwnerPlan, plan_owners
 from megatron.pretrain.memory_estimate import host_bytes
-
-UPDATE_BYTES = 28
-"""Bytes that AdamW reads and writes for each fp32 weight in one pass: the gradient is read, the
-weight and both moments are read and written."""
-
-ADAMW_BYTES = 80
-HOST_UPDATE_BYTES = 20 + ADAMW_BYTES
-"""With clipping; see [Note: bytes of an update]."""
-
-FILE_BYTES = 40
-"""Bytes of files for each fp32 weight: the gradient is read for the norm, and read and written to
-be clipped, before the update in one pass."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +64,16 @@ class PlannedUpdate:
         return max((each.imbalance for each in self.owners), default=1.0)
 
 
-def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule) -> PlannedUpdate:
+def plan_update(
+    args: argparse.Namespace, machine: Cluster, model: ShardedModule, costs: GptCosts
+) -> PlannedUpdate:
     """Plan the update of the rank that a simulation pretends to be.
 
     Args:
         args: the completed arguments.
         machine: on which the model is trained.
         model: sharded on the meta device.
+        costs: of the run.
     """
     matrices = matrices_of(model) if args.optimizer in MUON else []
     states = 1 if args.optimizer == "sgd" else 2
@@ -112,9 +93,9 @@ def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule
         state_bytes -= shard.numel() * _state_bytes(args, shard.dtype)
     owners = tuple(_plan_owners(args, machine, model, matrices))
     state_bytes += sum(each.momentum_bytes for each in owners)
-    on_device = num_updated * UPDATE_BYTES / machine.memory_bytes_per_second
+    on_device = costs.update_seconds(num_updated)
     on_device += sum(each.seconds for each in owners)
-    on_host = machine.host_seconds(num_elements * HOST_UPDATE_BYTES) if num_elements else 0.0
+    on_host = machine.host_seconds(num_elements * ALL_BY_TORCH) if num_elements else 0.0
     return PlannedUpdate(
         seconds=max(on_device, on_host),
         state_bytes=state_bytes,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from megatron.planning.candidates import Choices
+from megatron.planning.costs.update_bytes import CLIPPED
 from megatron.planning.machine import Cluster
-from megatron.planning.optimizer_update import FILE_BYTES
 from megatron.planning.quick_estimate import QuickEstimate
 from megatron.planning.search import GIB, Prediction, estimates_of, model_arguments, search
 
@@ -119,7 +119,7 @@ def _in_files(plan: Plan) -> Iterator[Proposal]:
         return
     ranks = machine.ranks_of_node(plan.num_gpus)
     traffic = ranks * max(
-        stage.copied_bytes + FILE_BYTES * stage.update.host.num_elements for stage in found.stages
+        stage.copied_bytes + CLIPPED * stage.update.host.num_elements for stage in found.stages
     )
     text = (
         "Memory(offload=folder), in a loop of your own:"

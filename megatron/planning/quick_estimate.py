@@ -19,9 +19,9 @@ from megatron.mcore_adapter.coded_weights import PLAIN, layers_of
 from megatron.mcore_adapter.run.wrapped_model import unwrap
 from megatron.planning.candidates import Candidate
 from megatron.planning.costs.gpu_kernels import FITTED
+from megatron.planning.costs.update_bytes import ALL_BY_TORCH
 from megatron.planning.layer_costs import GptCosts
 from megatron.planning.machine import Cluster
-from megatron.planning.optimizer_update import HOST_UPDATE_BYTES
 from megatron.planning.skeleton import Cost
 from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import memory_plan, pretending
@@ -133,7 +133,7 @@ class QuickEstimates:
         gathers = 2 * num_microbatches if candidate.level == 3 else 1
         reductions = num_microbatches if candidate.level >= 2 else 1
         copies = self._machine.copy_seconds(of_each * (gathers + reductions))
-        return copies + self._machine.host_seconds(of_each / 4 * HOST_UPDATE_BYTES)
+        return copies + self._machine.host_seconds(of_each / 4 * ALL_BY_TORCH)
 
     def _parts_of(self, candidate: Candidate, stage: int) -> list[str]:
         """Return the parts of the model in a pipeline stage."""

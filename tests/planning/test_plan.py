@@ -12,6 +12,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from megatron.planning.candidates import Candidate, Choices, candidates, layers_of_ends
+from megatron.planning.costs.gpu_kernels import Kernels
 from megatron.planning.costs.software import UNFUSED
 from megatron.planning.layer_costs import GptCosts, software_of_arguments
 from megatron.planning.machine import MACHINES
@@ -208,3 +209,13 @@ def test_offload_needs_a_described_host(tmp_path: Path) -> None:
     assert "--optimizer-cpu-offload needs the host in the description of --machine" in done.output
     ((code, output),) = run_ranks(1, planned, [*words, "--memory-limit", "0.03"])
     assert code == 1 and "offload" not in output and "AdamW8bit" in output
+
+
+def test_the_update_takes_the_bytes_of_the_formulas() -> None:
+    args = completed(TINY)
+    machine = MACHINES["h100"]
+    seconds = GptCosts(args, machine).update_seconds(10**9)
+    software = software_of_arguments(args)
+    assert seconds == Kernels(machine, software).move(40e9)
+    args.clip_grad = 0.0
+    assert GptCosts(args, machine).update_seconds(10**9) == pytest.approx(0.7 * seconds)

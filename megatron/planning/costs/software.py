@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.planning.costs.update_bytes import CLIPPED
+
 EAGER, FUSED, COMPILED = "eager", "fused", "compiled"
 """Operations of torch one by one; kernels of Transformer Engine and Megatron-Core; a compiler's."""
 
@@ -45,7 +47,7 @@ class Software:
         reduce_bytes: of a gradient that is reduced.
         gradient_bytes: of an accumulated gradient.
         optimizer_bytes: of main weight and moments of a weight.
-        update_bytes: that the update reads and writes for each weight.
+        update_bytes: that the update reads and writes for each weight; see ``update_bytes.py``.
         copies_of_heads: times that queries, keys, values and the result are copied.
         overlaps_exchange: tokens are exchanged while another microbatch computes.
         deduplicates_tokens: a token goes to another node once, however many experts it has there.
@@ -70,7 +72,7 @@ class Software:
     reduce_bytes: int = 4
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
-    update_bytes: int = 40
+    update_bytes: int = CLIPPED
     copies_of_heads: float = 1
     overlaps_exchange: bool = False
     deduplicates_tokens: bool = False

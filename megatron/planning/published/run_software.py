@@ -21,6 +21,7 @@ from megatron.planning.costs.layer_memory import (
 )
 from megatron.planning.costs.model_sizes import ExpertSizes, LatentSizes, ModelSizes, RunLayout
 from megatron.planning.costs.software import COMPILED, EAGER, UNFUSED, Software
+from megatron.planning.costs.update_bytes import ALL_BY_TORCH, CLIPPED_BY_TORCH
 from megatron.planning.published.published_runs import PublishedRun
 from megatron.planning.published.run_flags import VOCABULARY_MULTIPLE, NotExpressibleError
 
@@ -31,7 +32,7 @@ _TORCH_FSDP = Software(
     has_fused_norm=False,
     copies_of_heads=2,
     keeps_gathered=True,
-    update_bytes=48,
+    update_bytes=CLIPPED_BY_TORCH,
 )
 
 _XLA = Software(attention="cudnn", fusion=COMPILED, loss_bytes=12, kept_logit_bytes=8)
@@ -54,7 +55,9 @@ FRAMEWORKS: dict[str, Software] = {
     "megatron": _MEGATRON,
     "torchtitan": replace(_TORCH_FSDP, reserves=1.03),
     # llm-foundry: Triton's attention, norms in low precision, gelu.
-    "composer": replace(_TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=100),
+    "composer": replace(
+        _TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=ALL_BY_TORCH
+    ),
     # FlashAttention, its RMSNorm in Triton; gradients accumulate in fp32 by hooks.
     "nanotron": Software(
         attention="flash2",
@@ -64,7 +67,7 @@ FRAMEWORKS: dict[str, Software] = {
         copies_of_heads=5,
         keeps_gathered=True,
         balances_stages=True,
-        update_bytes=100,
+        update_bytes=ALL_BY_TORCH,
     ),
     "maxtext": _XLA,
     "jax": _XLA,
@@ -75,7 +78,7 @@ FRAMEWORKS: dict[str, Software] = {
     "deepspeed": _TORCH_FSDP,
     "megatron-deepspeed": Software(attention="flash2", loss_bytes=70),
     "llm-foundry": replace(
-        _TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=100
+        _TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=ALL_BY_TORCH
     ),
 }
 """What frameworks do, by the begin of their names; see [Note: software of frameworks]."""
