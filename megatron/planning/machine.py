@@ -284,6 +284,12 @@ these. A100 is that of the table (271 of 312). Grace's cores have about 3/4 of t
 one thread (3.1 to 3.4 GHz beside 3.8). Latencies and ``link_efficiency`` are assumptions."""
 
 
+GENERATIONS = ("ampere", "hopper", "blackwell")
+"""Generations of GPUs for which the speed of attention is known."""
+
+WHOLE = ("gpus_per_node", "joined_gpus", "processors", "cores")
+"""Fields that are whole numbers."""
+
 PARTS = {"inside": Link, "between": Link, "host": Host}
 """Fields of a machine that are objects."""
 
@@ -326,6 +332,11 @@ def _problems_of(values: Any, kind: type = Cluster, place: str = "") -> list[str
             continue
         if name in PARTS:
             problems += _problems_of(values[name], PARTS[name], f"{name}.")
+        elif name == "generation" and values[name] not in GENERATIONS:
+            expected = ", ".join(GENERATIONS)
+            problems.append(f"generation: expects one of {expected} but got {values[name]!r}")
+        elif name in WHOLE and not isinstance(values[name], int):
+            problems.append(f"{place}{name}: expects a whole number but got {values[name]!r}")
         elif declared[name].type != "str" and _number_problem(values[name]):
             problems.append(f"{place}{name}: {_number_problem(values[name])}")
     return problems

@@ -83,6 +83,8 @@ def test_a_run_without_its_microbatch_is_not_planned() -> None:
         mesh_of(row(micro_batch=None))
     with pytest.raises(NotExpressibleError, match="do not divide"):
         mesh_of(row(micro_batch=3))
+    with pytest.raises(NotExpressibleError, match="precision int4 is none of"):
+        mesh_of(row(precision="int4"))
 
 
 def test_software_follows_from_the_framework_and_the_notes() -> None:
@@ -92,6 +94,7 @@ def test_software_follows_from_the_framework_and_the_notes() -> None:
     assert software_of(row(framework="never heard of", compile=None)).fusion == "eager"
     assert software_of(row(gradient_reduction="bf16")).reduce_bytes == 2
     assert software_of(row(precision="fp8")).uses_fp8
+    assert software_of(row(precision="fp32")).compute_bytes == 4
 
 
 def test_more_compute_and_more_recomputation_take_longer() -> None:

@@ -12,6 +12,10 @@ VOCABULARY_MULTIPLE = 128
 """Megatron-Core's vocabularies have a multiple of this, times the tensor-parallel ranks."""
 
 
+PRECISIONS = ("bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4")
+"""Precisions of compute that are planned: those of fewer than 16 bits as FP8."""
+
+
 class NotExpressibleError(ValueError):
     """A run that the flags cannot ask for."""
 
@@ -31,15 +35,7 @@ def candidate_of(run: PublishedRun) -> Candidate:
     Raises:
         NotExpressibleError: says what no flag asks for.
     """
-    micro_batch = run.get("micro_batch")
-    if micro_batch is None:
-        raise NotExpressibleError("the sequences of a microbatch are not published")
-    recompute = run["recompute"]
-    if run["global_batch"] % (micro_batch * run["dp"]):
-        raise NotExpressibleError(
-            f"{run['dp']} data ranks with {micro_batch} sequences do not divide"
-            f" {run['global_batch']}"
-        )
+    micro_batch = micro_batch_of(run)
     num_layers = run.model["layers"]
     ends = None
     if num_layers % run["pp"]:
@@ -53,10 +49,27 @@ def candidate_of(run: PublishedRun) -> Candidate:
         expert=run["ep"],
         level=run.get("zero_level", 0),
         outer=run.get("shard_copies", 1),
-        recomputes=recompute == "full",
+        recomputes=run["recompute"] == "full",
         micro_batch=micro_batch,
         layers_of_ends=ends,
     )
+
+
+def micro_batch_of(run: PublishedRun) -> int:
+    """Return the sequences of a microbatch of a run.
+
+    Raises:
+        NotExpressibleError: says that they are not published, or do not divide the batch.
+    """
+    micro_batch: int | None = run.get("micro_batch")
+    if micro_batch is None:
+        raise NotExpressibleError("the sequences of a microbatch are not published")
+    if run["global_batch"] % (micro_batch * run["dp"]):
+        raise NotExpressibleError(
+            f"{run['dp']} data ranks with {micro_batch} sequences do not divide"
+            f" {run['global_batch']}"
+        )
+    return micro_batch
 
 
 def _flags_of_model(run: PublishedRun) -> Iterator[str]:
@@ -91,7 +104,10 @@ def _flags_of_model(run: PublishedRun) -> Iterator[str]:
     yield from ("--position-embedding-type", "rope" if is_rotary else "learned_absolute")
     if not model.get("tied") or run["pp"] > 1:
         yield "--untie-embeddings-and-output-weights"
-    yield "--fp16" if run["precision"] == "fp16" else "--bf16"
+    if run["precision"] == "fp16":
+        yield "--fp16"
+    elif run["precision"] != "fp32":
+        yield "--bf16"
     yield from ("--attention-dropout", "0", "--hidden-dropout", "0")
     yield from ("--lr", "1e-4", "--train-iters", "1000", "--mock-data")
     if "mla" in model:

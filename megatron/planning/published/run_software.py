@@ -23,7 +23,12 @@ from megatron.planning.costs.model_sizes import ExpertSizes, LatentSizes, ModelS
 from megatron.planning.costs.software import COMPILED, EAGER, UNFUSED, Software
 from megatron.planning.costs.update_bytes import ALL_BY_TORCH, CLIPPED_BY_TORCH
 from megatron.planning.published.published_runs import PublishedRun
-from megatron.planning.published.run_flags import VOCABULARY_MULTIPLE, NotExpressibleError
+from megatron.planning.published.run_flags import (
+    PRECISIONS,
+    VOCABULARY_MULTIPLE,
+    NotExpressibleError,
+    micro_batch_of,
+)
 
 _MEGATRON = Software(loss_bytes=30, kept_logit_bytes=8, overlaps_tensor=True)
 _TORCH_FSDP = Software(
@@ -35,6 +40,9 @@ _TORCH_FSDP = Software(
     update_bytes=CLIPPED_BY_TORCH,
 )
 
+_COMPOSER = replace(
+    _TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=ALL_BY_TORCH
+)
 _XLA = Software(attention="cudnn", fusion=COMPILED, loss_bytes=12, kept_logit_bytes=8)
 
 FRAMEWORKS: dict[str, Software] = {
@@ -55,9 +63,8 @@ FRAMEWORKS: dict[str, Software] = {
     "megatron": _MEGATRON,
     "torchtitan": replace(_TORCH_FSDP, reserves=1.03),
     # llm-foundry: Triton's attention, norms in low precision, gelu.
-    "composer": replace(
-        _TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=ALL_BY_TORCH
-    ),
+    "composer": _COMPOSER,
+    "llm-foundry": _COMPOSER,
     # FlashAttention, its RMSNorm in Triton; gradients accumulate in fp32 by hooks.
     "nanotron": Software(
         attention="flash2",
@@ -77,9 +84,6 @@ FRAMEWORKS: dict[str, Software] = {
     "deepseek": replace(_MEGATRON, deduplicates_tokens=True, overlaps_exchange=True),
     "deepspeed": _TORCH_FSDP,
     "megatron-deepspeed": Software(attention="flash2", loss_bytes=70),
-    "llm-foundry": replace(
-        _TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=ALL_BY_TORCH
-    ),
 }
 """What frameworks do, by the begin of their names; see [Note: software of frameworks]."""
 
@@ -99,7 +103,9 @@ def software_of(run: PublishedRun) -> Software:
         software = replace(software, attention=UNFUSED)
     if "async tp" in notes or "asynchronous tp" in notes:
         software = replace(software, overlaps_tensor=True)
-    if run["precision"] == "fp8":
+    if run["precision"] == "fp32":
+        software = replace(software, compute_bytes=4, weight_bytes=4, gather_bytes=4)
+    elif run["precision"] not in ("bf16", "fp16"):
         software = replace(software, uses_fp8=True)
         if software.fusion == COMPILED:  # torchtitan's float8 casts weights before their gather
             software = replace(software, gather_bytes=1)
@@ -174,13 +180,9 @@ def mesh_of(run: PublishedRun) -> RunLayout:
     Raises:
         NotExpressibleError: says what the row lacks.
     """
-    micro_batch = run.get("micro_batch")
-    if micro_batch is None:
-        raise NotExpressibleError("the sequences of a microbatch are not published")
-    if run["global_batch"] % (micro_batch * run["dp"]):
+    if run["precision"] not in PRECISIONS:
         raise NotExpressibleError(
-            f"{run['dp']} data ranks with {micro_batch} sequences do not divide"
-            f" {run['global_batch']}"
+            f"precision {run['precision']} is none of {', '.join(PRECISIONS)}"
         )
     level = run.get("zero_level", 0)
     return RunLayout(
@@ -193,7 +195,7 @@ def mesh_of(run: PublishedRun) -> RunLayout:
         expert_tensor=run.get("etp") or (run["tp"] if "moe" in run.model else 1),
         level=level,
         copies=run.get("shard_copies", 1),
-        micro_batch=micro_batch,
+        micro_batch=micro_batch_of(run),
         global_batch=run["global_batch"],
         is_sequence_parallel=has_sequence_parallelism(run),
         is_fsdp=level >= 2,
