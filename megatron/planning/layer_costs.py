@@ -15,7 +15,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron.planning.costs.gpu_kernels import FITTED, FP32, Fitted, Kernels
-from megatron.planning.costs.layer_memory import ATTENTION_CORE, FULL, NONE, LayerMemory
+from megatron.planning.costs.layer_memory import (
+    ATTENTION_CORE,
+    FULL,
+    LATENT,
+    MLP,
+    NONE,
+    LayerMemory,
+)
 from megatron.planning.costs.layer_seconds import LayerWork
 from megatron.planning.costs.model_sizes import mesh_of_arguments, sizes_of_arguments
 from megatron.planning.costs.software import UNFUSED, Software
@@ -26,6 +33,9 @@ from megatron.planning.skeleton import NO_COST, Cost
 
 MEGATRON_CORE = Software(loss_bytes=30, kept_logit_bytes=8)
 """The layers of ``pretrain_gpt.py``: Transformer Engine's, and Megatron-Core's fused loss."""
+
+RECOMPUTED_MODULES = {"mla_up_proj": LATENT, "mlp": MLP, "core_attn": ATTENTION_CORE}
+"""Modules of --recompute-modules that are planned: the first of them that is given."""
 
 
 class GptCosts:
@@ -92,6 +102,7 @@ def software_of_arguments(args: argparse.Namespace) -> Software:
     # Fused attention has half precision alone.
     is_unfused = not is_half or args.attention_backend.name in ("unfused", "local")
     size = 2 if is_half else FP32
+    of_gradient = 2 if args.grad_reduce_in_bf16 else 4
     return replace(
         MEGATRON_CORE,
         attention=UNFUSED if is_unfused else MEGATRON_CORE.attention,
@@ -103,7 +114,8 @@ def software_of_arguments(args: argparse.Namespace) -> Software:
         uses_fp8=bool(args.fp8 or args.fp4),
         uses_graphs=getattr(args, "cuda_graph_impl", "none") != "none",
         update_bytes=CLIPPED if args.clip_grad > 0 else ONE_PASS,
-        reduce_bytes=2 if args.grad_reduce_in_bf16 else 4,
+        reduce_bytes=of_gradient,
+        gradient_bytes=of_gradient,
     )
 
 
@@ -111,7 +123,12 @@ def recompute_of_arguments(args: argparse.Namespace) -> str:
     """Return what the backward of a run of ``pretrain_gpt.py`` computes again."""
     if args.recompute_granularity == "full":
         return FULL
-    return ATTENTION_CORE if args.recompute_granularity == "selective" else NONE
+    if args.recompute_granularity != "selective":
+        return NONE
+    for module in args.recompute_modules or ():
+        if module in RECOMPUTED_MODULES:
+            return RECOMPUTED_MODULES[module]
+    return ATTENTION_CORE
 
 
 def _is_output_layer(module: nn.Module) -> bool:

@@ -61,6 +61,9 @@ def arguments_of(
         candidate: the settings.
         num_gpus: of the run.
     """
+    granularity = args.recompute_granularity
+    if candidate.recomputes:
+        granularity = "full"
     changed = {
         "world_size": num_gpus,
         "tensor_model_parallel_size": candidate.tensor,
@@ -72,7 +75,7 @@ def arguments_of(
         "data_parallel_size": candidate.num_data_ranks(num_gpus),
         "num_distributed_optimizer_instances": candidate.outer,
         "data_parallel_sharding_strategy": ShardingStrategy(candidate.level).name.lower(),
-        "recompute_granularity": "full" if candidate.recomputes else None,
+        "recompute_granularity": granularity,
         "micro_batch_size": candidate.micro_batch,
         # Megatron-LM's loop derives them from the sizes above.
         "tensor_parallel_num_weight_shards": None,

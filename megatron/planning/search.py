@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from megatron.planning.candidates import Candidate, Choices, candidates
+from megatron.planning.candidates import Candidate, Choices, candidates, no_mesh
 from megatron.planning.gpt_simulation import StagePrediction, simulate_stage
 from megatron.planning.machine import Cluster
 from megatron.planning.quick_estimate import QuickEstimate, QuickEstimates, unlike_stages
@@ -198,11 +198,7 @@ def search(
     """
     every = estimates_of(args, num_gpus, machine, choices)
     if not every:
-        raise ValueError(
-            f"no mesh of {num_gpus} GPUs divides the model and a --global-batch-size of"
-            f" {args.global_batch_size}: give other --gpus, a batch that is a multiple of the data"
-            " ranks, or fewer limits"
-        )
+        raise ValueError(no_mesh(args, num_gpus, machine.gpus_per_node, choices))
     host_share = machine.host_share(num_gpus)
     fitting = [
         each for each in every if each.num_bytes <= memory_limit and each.host_bytes <= host_share

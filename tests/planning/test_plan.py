@@ -4,7 +4,7 @@
 import argparse
 import json
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,15 @@ from click.testing import CliRunner
 
 from megatron.planning.candidates import Candidate, Choices, candidates, layers_of_ends
 from megatron.planning.costs.gpu_kernels import Kernels
+from megatron.planning.costs.layer_memory import ATTENTION_CORE, FULL, MLP
+from megatron.planning.costs.model_sizes import sizes_of_arguments
 from megatron.planning.costs.software import UNFUSED
-from megatron.planning.layer_costs import GptCosts, software_of_arguments
+from megatron.planning.layer_costs import GptCosts, recompute_of_arguments, software_of_arguments
 from megatron.planning.machine import MACHINES
 from megatron.planning.presets import PRESETS
+from megatron.planning.quick_estimate import arguments_of
 from megatron.planning.search import model_arguments
+from megatron.planning.sharding_choice import layouts_of
 from tests.support.rank_pool import run_ranks
 from tools.plan import main, words_of
 
@@ -165,6 +169,9 @@ def test_everything_wrong_with_a_command_line_is_told_at_once() -> None:
 def test_a_batch_that_no_mesh_divides_is_told() -> None:
     ((code, output),) = run_ranks(1, planned, ["--gpus", "7", *TINY.split()])
     assert code == 1 and "no mesh of 7 GPUs divides" in output and "memory" not in output
+    assert "give --gpus 4 or --gpus 8 or --global-batch-size 7 or --global-batch-size 14" in output
+    beside = CliRunner().invoke(main, ["--gpus", "7", "--beside-ddp", *TINY.split()])
+    assert beside.exit_code == 1 and "no mesh of 7 GPUs divides" in beside.output
 
 
 def test_a_model_that_fits_nowhere_is_told() -> None:
@@ -219,3 +226,54 @@ def test_the_update_takes_the_bytes_of_the_formulas() -> None:
     assert seconds == Kernels(machine, software).move(40e9)
     args.clip_grad = 0.0
     assert GptCosts(args, machine).update_seconds(10**9) == pytest.approx(0.7 * seconds)
+
+
+def test_what_fsdp_and_ddp_are_not_compared_with_is_told_at_once() -> None:
+    words = f"{TINY} --gpus 8 --beside-ddp --level 2 --show 3 --picture a.png"
+    words += " --optimizer-cpu-offload"
+    done = CliRunner().invoke(main, words.split())
+    assert done.exit_code == 2
+    for part in (
+        "--level does not go with --beside-ddp",
+        "--show does not go with --beside-ddp",
+        "--picture does not go with --beside-ddp",
+        "--optimizer-cpu-offload cannot be planned by --beside-ddp",
+    ):
+        assert part in done.output
+    muon = CliRunner().invoke(main, f"{TINY} --gpus 8 --beside-ddp --optimizer muon".split())
+    assert "--optimizer muon: --beside-ddp plans adam alone" in muon.output
+
+
+def test_fsdp_and_ddp_are_compared_within_limits() -> None:
+    words = f"{TINY} --gpus 8 --beside-ddp --tensor 2 --pipeline 1,2 --micro-batch 1"
+    done = CliRunner().invoke(main, words.split())
+    assert done.exit_code == 0, done.output
+    first, _, header, *rows, _ = done.output.splitlines()
+    assert first == "8 GPUs of h100, 67.1 GiB of each"
+    assert header.split()[:2] == ["GPUs", "TP"]
+    planned_rows = [row.split() for row in rows if "no layout fits" not in row]
+    assert planned_rows
+    for row in planned_rows:
+        assert row[2] == "2" and row[3] in ("1", "2") and row[-4] == "1", row
+
+
+def test_sizes_of_layouts_divide_the_model() -> None:
+    sizes = replace(sizes_of_arguments(completed(TINY)), heads=12, key_heads=6, layers=6)
+    found = list(layouts_of(sizes, 32, MACHINES["h100"], 8, Choices()))
+    assert {layout.tensor for layout in found} == {1, 2}  # 4 do not divide 6 heads
+    for layout in found:
+        if layout.virtual > 1:
+            assert layout.num_microbatches % layout.pipeline == 0
+
+
+def test_selective_recomputation_is_planned_by_the_search() -> None:
+    args = completed(f"{TINY} --recompute-granularity selective")
+    own = Candidate(1, 1, 1, 1, 3, 1, False, 1)
+    assert recompute_of_arguments(arguments_of(args, own, 8)) == ATTENTION_CORE
+    whole = replace(own, recomputes=True)
+    assert recompute_of_arguments(arguments_of(args, whole, 8)) == FULL
+    args.recompute_modules = ["mlp"]
+    assert recompute_of_arguments(args) == MLP
+    args.recompute_granularity = "full"
+    found = list(candidates(args, 8, 8, Choices()))
+    assert found and all(each.recomputes for each in found)
