@@ -250,14 +250,15 @@ MACHINES = {
     "a100": _A100,
     # NVIDIA GB200 NVL72, data sheet: 72 GPUs, 13.4 TB, 576 TB/s, NVLink 130 TB/s.
     "gb200": _GB200,
-    # NVIDIA GB300 NVL72, data sheet: 72 GPUs, 20 TB, 576 TB/s; adapters of 800 Gb/s.
+    # NVIDIA GB300 NVL72, data sheet: 72 GPUs, 20 TB, 576 TB/s; adapters of 800 Gb/s. That is 278 GB
+    # of the 288 GB that each GPU's memory is named after, as 13.4 TB are 186 of 192 on GB200.
     "gb300": replace(
         _GB200,
         name="gb300",
-        memory_bytes=288 * 10**9,
+        memory_bytes=278 * 10**9,
         between=Link(100e9, 10e-6),
     ),
-    # The same chip as B200 with more memory: NVIDIA DGX B300, data sheet.
+    # NVIDIA DGX B300, data sheet, of 8 GPUs: 2.3 TB; FLOP/s in bf16 and FP8 are those of B200.
     "b300": replace(
         _B200,
         name="b300",

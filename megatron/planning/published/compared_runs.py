@@ -37,6 +37,11 @@ class ComparedRun:
             return None
         return self.plan.memory_gib / self.run.memory_gib
 
+    @property
+    def is_above_memory(self) -> bool:
+        """True if the plan needs more memory than a GPU has."""
+        return self.plan.memory_gib > self.plan.capacity_gib
+
 
 class NotPlanned(NamedTuple):
     """A run that is not planned, and why."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.planning.costs.gpu_kernels import FITTED
 from megatron.planning.published.compared_runs import ComparedRun, NotPlanned, error_table, table
-from megatron.planning.published.constant_fit import cross_validation
+from megatron.planning.published.constant_fit import bound_of, cross_validation
 
 MEANINGS = {
     "product": "FLOP/s that large products of layers reach, in those of the best",
@@ -55,6 +55,9 @@ def report_lines(
     yield "# Plans beside published runs"
     yield ""
     yield f"Written by `{command}`."
+    yield "Each run has its source as the title above it; the file itself, a collection of such rows,"
+    yield "is no part of this repository, whose tests plan six of them"
+    yield "(`tests/planning/published_runs.jsonl`)."
     yield ""
     if compared:
         yield "## Errors by source"
@@ -65,18 +68,20 @@ def report_lines(
         yield ""
         yield "## The constants of the model of time"
         yield ""
-        yield "Fitted over all runs together; all others have a source, beside them in the code."
+        yield "Fitted over all runs together. All others have a source or are called an estimate,"
+        yield "beside them in the code."
         yield ""
-        yield "| constant | value | of |"
-        yield "|---|---|---|"
+        yield "| constant | value | at a limit | of |"
+        yield "|---|---|---|---|"
         for name, value in asdict(FITTED).items():
-            yield f"| {name} | {value:.4g} | {MEANINGS[name]} |"
+            yield f"| {name} | {value:.4g} | {bound_of(name, FITTED)} | {MEANINGS[name]} |"
         yield ""
-        yield "Cross-validation: they are fitted anew without each source, on which the errors are"
-        yield "then measured, all by formulas."
+        yield "Cross-validation: they are fitted anew without each source, from the middle of their"
+        yield "limits on, and the errors are measured on that source, all by formulas. The profiles of"
+        yield "frameworks are the same in all fits, so this tests the constants and not the profiles."
         yield ""
         yield "```text"
-        yield from cross_validation([each.run for each in compared], FITTED)
+        yield from cross_validation([each.run for each in compared])
         yield "```"
         yield ""
         far = sorted(compared, key=lambda each: -abs(each.ratio_of_seconds - 1))
@@ -87,6 +92,16 @@ def report_lines(
         for each in far:
             if abs(each.ratio_of_seconds - 1) > WITHIN:
                 yield f"- {each.run.name}: {each.ratio_of_seconds - 1:+.0%}"
+        yield ""
+    above = [each for each in compared if each.is_above_memory]
+    if above:
+        yield "## Runs that are planned above the memory of their GPU"
+        yield ""
+        yield "They ran, so their plans have too much memory."
+        yield ""
+        for each in above:
+            capacity = each.plan.capacity_gib
+            yield f"- {each.run.name}: {each.plan.memory_gib:.1f} of {capacity:.1f} GiB"
         yield ""
     yield "## All runs"
     yield ""

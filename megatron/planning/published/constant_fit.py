@@ -4,7 +4,9 @@
 Constants are fitted over all runs together, and none for a run or a source. They are changed one at
 a time, by smaller and smaller parts, as long as the mean of the errors' logarithms gets smaller;
 errors above a half count as a half, since what a model of time does not know should not pull it.
-The cross-validation fits without one source, and shows the errors on that source.
+Every fit begins in the middle of the limits, which no run has chosen. The cross-validation fits
+without one source, and shows the errors on that source. What it does not leave out are the profiles
+of frameworks (``run_software.py``): they were written with all sources at hand.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ LIMITS = {
 }
 """The least and the most that a constant can be in the physics that it stands for."""
 
+NEAR_LIMIT = 1 + CHANGES[-1]
+"""A constant that is as near to a limit as the smallest change has reached it."""
+
 MOST = 0.5
+"""The error of a run above which it counts no more."""
 
 
 def ratios(runs: Sequence[PublishedRun], fitted: Fitted) -> list[float]:
@@ -46,14 +52,38 @@ def loss(runs: Sequence[PublishedRun], fitted: Fitted) -> float:
     return sum(min(MOST, abs(math.log(ratio))) for ratio in ratios(runs, fitted)) / len(runs)
 
 
-def fit(runs: Sequence[PublishedRun], begin: Fitted) -> Fitted:
-    """Return the constants with which the errors of runs are smallest.
+def neutral() -> Fitted:
+    """Return the constants from which every fit begins: the middle of their limits."""
+    middle = {name: math.sqrt(low * high) for name, (low, high) in LIMITS.items()}
+    return Fitted(**middle)
+
+
+def bound_of(name: str, fitted: Fitted) -> str:
+    """Return which limit a constant has reached, or an empty text.
 
     Args:
-        runs: over which they are fitted.
-        begin: the constants from which the fit begins.
+        name: of the constant.
+        fitted: all constants.
     """
-    best, least = begin, loss(runs, begin)
+    low, high = LIMITS[name]
+    value = getattr(fitted, name)
+    if value <= low * NEAR_LIMIT:
+        return f"the least that is allowed, {low:g}"
+    if value >= high / NEAR_LIMIT:
+        return f"the most that is allowed, {high:g}"
+    return ""
+
+
+def fit(runs: Sequence[PublishedRun]) -> Fitted:
+    """Return the constants with which the errors of runs are smallest.
+
+    Raises:
+        ValueError: if there are no runs.
+    """
+    if not runs:
+        raise ValueError("a fit needs runs, but there are none")
+    best = neutral()
+    least = loss(runs, best)
     for change in CHANGES:
         is_better = True
         while is_better:
@@ -69,19 +99,17 @@ def fit(runs: Sequence[PublishedRun], begin: Fitted) -> Fitted:
     return best
 
 
-def cross_validation(runs: Sequence[PublishedRun], fitted: Fitted) -> list[str]:
-    """Return lines with the errors of each source, by constants that were fitted without it.
-
-    Args:
-        runs: of all sources.
-        fitted: over all of them, from which each fit begins.
-    """
+def cross_validation(runs: Sequence[PublishedRun]) -> list[str]:
+    """Return lines with the errors of each source, by constants that were fitted without it."""
+    sources = {run.source for run in runs}
+    if len(sources) < 2:
+        return ["all runs have one source: there is nothing to fit without it"]
     lines = ["without each source: median and 90th percentile of its errors"]
     every: list[float] = []
-    for source in sorted({run.source for run in runs}):
+    for source in sorted(sources):
         others = [run for run in runs if run.source != source]
         left_out = [run for run in runs if run.source == source]
-        found = ratios(left_out, fit(others, fitted))
+        found = ratios(left_out, fit(others))
         every += found
         lines.append(f"  {_text(errors_of(found))}  {source}")
     lines.append(f"  {_text(errors_of(every))}  all")

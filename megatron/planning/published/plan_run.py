@@ -46,6 +46,7 @@ class PlannedRun:
     Attributes:
         seconds: of a step.
         memory_gib: of a GPU: of the one whose memory was measured, or the most of all.
+        capacity_gib: of the memory of a GPU.
         flops_per_second: of a GPU, by the FLOPs of the model.
         utilization: these, as a part of the data sheet's in bf16.
         is_simulated: by the engine, otherwise by formulas.
@@ -53,6 +54,7 @@ class PlannedRun:
 
     seconds: float
     memory_gib: float
+    capacity_gib: float
     flops_per_second: float
     utilization: float
     is_simulated: bool
@@ -74,6 +76,7 @@ def plan_run(run: PublishedRun) -> PlannedRun:
     return PlannedRun(
         seconds=seconds,
         memory_gib=num_bytes * software_of(run).reserves / GIB,
+        capacity_gib=machine_of(run).memory_bytes / GIB,
         flops_per_second=per_second,
         utilization=per_second / machine_of(run).flops,
         is_simulated=simulated is not None,

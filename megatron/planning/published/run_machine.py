@@ -10,8 +10,17 @@ from megatron.planning.machine import MACHINES, Cluster, Link
 from megatron.planning.published.published_runs import PublishedRun
 from megatron.planning.published.run_flags import NotExpressibleError
 
-SHEET_WATTS = {"a100": 400, "h100": 700, "h200": 700, "h800": 700, "b200": 1000, "gb200": 1200}
-"""The power of GPUs in their data sheets."""
+SHEET_WATTS = {
+    "a100": 400,
+    "a800": 400,
+    "h100": 700,
+    "h200": 700,
+    "h800": 700,
+    "b200": 1000,
+    "gb200": 1200,
+    "gb300": 1400,
+}
+"""The most power of GPUs in their data sheets (SXM); that of B300 is not known here."""
 
 
 def machine_of(run: PublishedRun) -> Cluster:
@@ -33,7 +42,11 @@ def machine_of(run: PublishedRun) -> Cluster:
         per_second = hardware["between_gbit_per_s_per_gpu"] / 8 * 1e9
         machine = replace(machine, between=Link(per_second, machine.between.latency))
     limit = re.search(r"limit (\d+) W", str(hardware.get("gpu") or ""))
-    if limit and kind in SHEET_WATTS:
+    if limit and kind not in SHEET_WATTS:
+        raise NotExpressibleError(
+            f"it has a limit of {limit[1]} W, but the power of {kind} is unknown"
+        )
+    if limit:
         machine = replace(machine, power_part=float(limit[1]) / SHEET_WATTS[kind])
     if hardware.get("nvlink_domain"):
         joined = 2 ** (int(hardware["nvlink_domain"]).bit_length() - 1)  # of 72, 64 are used
