@@ -10,8 +10,9 @@ from megatron.planning.costs.gpu_kernels import Fitted, Kernels, part_of_tiles
 from megatron.planning.costs.layer_memory import FULL, NONE, LayerMemory
 from megatron.planning.costs.layer_seconds import LayerWork
 from megatron.planning.costs.model_sizes import ExpertSizes, ModelSizes, RunLayout
+from megatron.planning.costs.pipeline_stages import stages_of
 from megatron.planning.costs.software import Software
-from megatron.planning.costs.step_formula import FormulaStep, StepFormula, stages_of
+from megatron.planning.costs.step_formula import FormulaStep, StepFormula
 from megatron.planning.machine import MACHINES, Cluster
 from megatron.planning.sharding_choice import Choice, ChosenLayout, choices_of, turn_of
 
