@@ -84,13 +84,15 @@ class Kernels:
         self._machine = machine
         self._software = software
         self._fitted = fitted
-        self._clock = machine.power_part**fitted.power
         self._memory = machine.memory_bytes_per_second * fitted.memory
-        plain = machine.flops * machine.compute_efficiency * fitted.product
+        self._clock = machine.power_part**fitted.power
+        reached = fitted.product * self._clock
+        self._flops = machine.flops * machine.compute_efficiency * reached
         if software.compute_bytes == FP32:
-            plain *= TF32
-        coded = (machine.fp8_flops or 0.0) * machine.fp8_efficiency * fitted.product
-        self._flops = {False: plain * self._clock, True: (coded or plain) * self._clock}
+            self._flops *= TF32
+        self._fp8_flops = self._flops
+        if machine.fp8_flops is not None:
+            self._fp8_flops = machine.fp8_flops * machine.fp8_efficiency * reached
 
     def product(
         self, m: float, n: float, k: float, count: float = 1, is_fp8: bool = False
@@ -106,13 +108,21 @@ class Kernels:
         """
         if min(m, n, k, count) <= 0:
             return 0.0
-        part = part_of_tiles(ceil(m), ceil(n), ceil(count), self._machine.processors)
+        processors = self._machine.processors
+        part = part_of_tiles(ceil(m), ceil(n), ceil(count), processors)
         part *= k / (k + self._fitted.depth)
-        computing = 2.0 * m * n * k * count / (self._flops[is_fp8] * part)
-        of_element = self._software.compute_bytes
-        operand = 1 if is_fp8 else of_element
-        moved = count * (operand * (m * k + k * n) + of_element * m * n)
-        return max(computing, moved / self._memory)
+        of_result = self._software.compute_bytes
+        of_operand = of_result
+        per_second = self._flops
+        if is_fp8:
+            of_operand = 1
+            per_second = self._fp8_flops
+        flops = 2.0 * m * n * k * count
+        num_bytes = of_operand * (m * k + k * n)
+        num_bytes += of_result * m * n
+        computing = flops / (per_second * part)
+        moving = self.move(count * num_bytes)
+        return max(computing, moving)
 
     def move(self, num_bytes: float) -> float:
         """Return the seconds of a pass that reads and writes so many bytes."""
@@ -130,13 +140,16 @@ class Kernels:
             width: of this rank's queries and of its values together.
             head: width of a head.
         """
-        forward, backward = ATTENTION[self._software.attention][self._machine.generation]
-        length = queries * queries / (queries + SHORT_SEQUENCE) / queries
+        parts = ATTENTION[self._software.attention]
+        part_forward, part_backward = parts[self._machine.generation]
+        length = queries / (queries + SHORT_SEQUENCE)
         narrow = min(1.0, 0.5 + 0.5 * head / HEAD)
         flops = 2.0 * sequences * queries * keys * width
-        per_second = self._machine.flops * self._clock * length * narrow
-        once = flops / per_second
-        return once / forward, BACKWARD_OF_ATTENTION * once / backward
+        per_second = self._machine.flops * self._clock
+        once = flops / (per_second * length * narrow)
+        forward = once / part_forward
+        backward = BACKWARD_OF_ATTENTION * once / part_backward
+        return forward, backward
 
 
 @cache
@@ -151,9 +164,11 @@ def part_of_tiles(m: int, n: int, count: int, processors: int) -> float:
     """
     best = 0.0
     for rows, columns, speed in TILES:
-        down, across = ceil(m / rows), ceil(n / columns)
+        down = ceil(m / rows)
+        across = ceil(n / columns)
         tiles = down * across * count
         waves = ceil(tiles / processors)
         filled = m * n * count / (tiles * rows * columns)
-        best = max(best, speed * filled * tiles / (waves * processors))
+        busy = tiles / (waves * processors)
+        best = max(best, speed * filled * busy)
     return best

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 from megatron.planning.costs.update_bytes import CLIPPED
 
-EAGER, FUSED, COMPILED = "eager", "fused", "compiled"
-"""Operations of torch one by one; kernels of Transformer Engine and Megatron-Core; a compiler's."""
+EAGER = "eager"
+"""Operations of torch, one by one."""
+
+FUSED = "fused"
+"""Kernels of Transformer Engine and Megatron-Core."""
+
+COMPILED = "compiled"
+"""Kernels of a compiler."""
 
 ATTENTION = {
     "flash2": {"ampere": (0.66, 0.58), "hopper": (0.38, 0.31), "blackwell": (0.25, 0.20)},

@@ -25,9 +25,13 @@ from megatron.planning.costs.software import Software
 from megatron.planning.costs.spent_seconds import Spent
 from megatron.planning.machine import Cluster
 
-DENSE, EXPERTS, PREDICTED = "dense", "experts", "predicted"
-OUTPUT, EMBEDDING = "output", "embedding"
-"""Kinds of units: layers, those that predict further tokens, and both ends of the model."""
+DENSE = "dense"
+EXPERTS = "experts"
+PREDICTED = "predicted"
+"""A layer that predicts further tokens."""
+
+OUTPUT = "output"
+EMBEDDING = "embedding"
 
 BUCKET_ELEMENTS = 40e6
 """Elements of a bucket of DDP in Megatron-Core: the default of --ddp-bucket-size with few ranks."""
