@@ -58,9 +58,13 @@ class GptCosts:
         recompute: tuple[str, float] | None = None,
         fitted: Fitted = FITTED,
     ):
-        sizes, mesh = sizes_of_arguments(args), mesh_of_arguments(args)
-        software = software_of_arguments(args) if software is None else software
-        self._recompute, self._part = recompute or (recompute_of_arguments(args), 1.0)
+        sizes = sizes_of_arguments(args)
+        mesh = mesh_of_arguments(args)
+        if software is None:
+            software = software_of_arguments(args)
+        if recompute is None:
+            recompute = (recompute_of_arguments(args), 1.0)
+        self._recompute, self._part = recompute
         self._update_bytes = software.update_bytes
         self._kernels = Kernels(machine, software, fitted)
         self._num_outputs = 1 + sizes.predicted_tokens
@@ -75,25 +79,33 @@ class GptCosts:
         """Return the cost of a module of the model that has no unit inside."""
         if isinstance(module, TransformerLayer):
             return self.of_layer(isinstance(module.mlp, MoELayer))
-        if isinstance(module, LanguageModelEmbedding) or not _is_output_layer(module):
+        if isinstance(module, LanguageModelEmbedding):
             return NO_COST
-        return self.of_output()
+        if _is_output_layer(module):
+            return self.of_output()
+        return NO_COST
 
     def of_layer(self, has_experts: bool) -> Cost:
         """Return the cost of a transformer layer."""
         forward, backward = self._work.forward_and_backward(
             has_experts, self._recompute, self._part
         )
-        kept = int(self._memory.kept(has_experts))
-        recomputed = int(self._memory.recomputed(has_experts))
-        return Cost(forward, backward, kept, recomputed)
+        return Cost(
+            forward=forward,
+            backward=backward,
+            kept_bytes=int(self._memory.kept(has_experts)),
+            recomputed_bytes=int(self._memory.recomputed(has_experts)),
+        )
 
     def of_output(self) -> Cost:
         """Return the cost of the output layer, with the loss."""
         seconds = self._work.of_output()
-        forward, backward = seconds.forward, seconds.backward(Spent())
         times = self._num_outputs
-        return Cost(times * forward, times * backward, int(times * self._memory.output_kept))
+        return Cost(
+            forward=times * seconds.forward,
+            backward=times * seconds.backward(Spent()),
+            kept_bytes=int(times * self._memory.output_kept),
+        )
 
 
 def software_of_arguments(args: argparse.Namespace) -> Software:
@@ -101,11 +113,17 @@ def software_of_arguments(args: argparse.Namespace) -> Software:
     is_half = bool(args.bf16 or args.fp16)
     # Fused attention has half precision alone.
     is_unfused = not is_half or args.attention_backend.name in ("unfused", "local")
+    attention = MEGATRON_CORE.attention
+    if is_unfused:
+        attention = UNFUSED
     size = 2 if is_half else FP32
-    of_gradient = 2 if args.grad_reduce_in_bf16 else 4
+    of_gradient = 2 if args.grad_reduce_in_bf16 else FP32
+    update_bytes = ONE_PASS
+    if args.clip_grad > 0:
+        update_bytes = CLIPPED
     return replace(
         MEGATRON_CORE,
-        attention=UNFUSED if is_unfused else MEGATRON_CORE.attention,
+        attention=attention,
         compute_bytes=size,
         weight_bytes=size,
         gather_bytes=size,
@@ -113,7 +131,7 @@ def software_of_arguments(args: argparse.Namespace) -> Software:
         overlaps_data=bool(args.overlap_grad_reduce),
         uses_fp8=bool(args.fp8 or args.fp4),
         uses_graphs=getattr(args, "cuda_graph_impl", "none") != "none",
-        update_bytes=CLIPPED if args.clip_grad > 0 else ONE_PASS,
+        update_bytes=update_bytes,
         reduce_bytes=of_gradient,
         gradient_bytes=of_gradient,
     )
