@@ -114,15 +114,29 @@ class Cluster:
         num_ranks = len(ranks)
         if num_ranks < 2:
             return 0.0
-        nodes = {rank // self.domain for rank in ranks}
-        per_node = num_ranks / len(nodes)
-        inside = num_bytes * (num_ranks - 1) / num_ranks / self.inside.bytes_per_second
-        between = num_bytes * (len(nodes) - 1) / len(nodes)
-        between /= per_node * self.between.bytes_per_second
-        link = self.between if len(nodes) > 1 else self.inside
-        inside = inside if per_node > 1 else 0.0
-        seconds = max(inside, between) / self.link_efficiency + ceil(log2(num_ranks)) * link.latency
-        return 2 * seconds if name == "all_reduce" else seconds
+        num_nodes = self._nodes_of(ranks)
+        per_node = num_ranks / num_nodes
+        inside = 0.0
+        if per_node > 1:
+            received = num_bytes * (num_ranks - 1) / num_ranks
+            inside = received / self.inside.bytes_per_second
+        received = num_bytes * (num_nodes - 1) / num_nodes
+        between = received / (per_node * self.between.bytes_per_second)
+        seconds = max(inside, between) / self.link_efficiency
+        seconds += ceil(log2(num_ranks)) * self._latency(num_nodes)
+        if name == "all_reduce":
+            return 2 * seconds
+        return seconds
+
+    def _nodes_of(self, ranks: Sequence[int]) -> int:
+        """Return the number of nodes, or racks, that ranks are on."""
+        return len({rank // self.domain for rank in ranks})
+
+    def _latency(self, num_nodes: int) -> float:
+        """Return the latency of the links that join ranks on so many nodes."""
+        if num_nodes > 1:
+            return self.between.latency
+        return self.inside.latency
 
     def exchange_seconds(self, num_bytes: float, ranks: Sequence[int], copies: int = 0) -> float:
         """Return the seconds of an all-to-all.
@@ -136,21 +150,26 @@ class Cluster:
         num_ranks = len(ranks)
         if num_ranks < 2:
             return 0.0
-        nodes = {rank // self.domain for rank in ranks}
-        here = num_ranks / len(nodes)
-        inside = num_bytes * (here - 1) / num_ranks / self.inside.bytes_per_second
-        between = num_bytes * (num_ranks - here) / num_ranks / self.between.bytes_per_second
+        num_nodes = self._nodes_of(ranks)
+        here = num_ranks / num_nodes
+        inside = num_bytes * (here - 1) / num_ranks
+        between = num_bytes * (num_ranks - here) / num_ranks
         if copies > 1:  # nodes that are different among so many, in the mean
-            others = 1 - 1 / len(nodes)
-            between *= len(nodes) * (1 - others**copies) / copies
-            inside = num_bytes * (num_ranks - 1) / num_ranks / self.inside.bytes_per_second
-        link = self.between if len(nodes) > 1 else self.inside
-        return max(inside, between) / self.link_efficiency + link.latency
+            others = 1 - 1 / num_nodes
+            between *= num_nodes * (1 - others**copies) / copies
+            inside = num_bytes * (num_ranks - 1) / num_ranks
+        inside /= self.inside.bytes_per_second
+        between /= self.between.bytes_per_second
+        seconds = max(inside, between) / self.link_efficiency
+        return seconds + self._latency(num_nodes)
 
     def message_seconds(self, num_bytes: float, distance: int) -> float:
         """Return the seconds of a message to the rank whose number differs by ``distance``."""
-        link = self.inside if distance < self.domain else self.between
-        return num_bytes / (link.bytes_per_second * self.link_efficiency) + link.latency
+        link = self.between
+        if distance < self.domain:
+            link = self.inside
+        per_second = link.bytes_per_second * self.link_efficiency
+        return num_bytes / per_second + link.latency
 
     def ranks_of_node(self, num_gpus: int) -> int:
         """Return the ranks that share a node in a run on so many GPUs."""
@@ -158,18 +177,22 @@ class Cluster:
 
     def host_share(self, num_gpus: int) -> float:
         """Return the bytes on a host that each of the ranks of a node may use."""
-        whole = inf if self.host is None else HOST_USABLE * self.host.memory_bytes
-        return whole / self.ranks_of_node(num_gpus)
+        if self.host is None:
+            return inf
+        usable = HOST_USABLE * self.host.memory_bytes
+        return usable / self.ranks_of_node(num_gpus)
 
     def copy_seconds(self, num_bytes: float) -> float:
         """Return the seconds of a copy between a GPU and its host."""
         assert self.host is not None
-        return num_bytes / (self.host.link_bytes_per_second * self.link_efficiency)
+        per_second = self.host.link_bytes_per_second * self.link_efficiency
+        return num_bytes / per_second
 
     def host_seconds(self, num_bytes: float) -> float:
         """Return the seconds in which a host moves its memory's bytes, so many for each GPU."""
         assert self.host is not None
-        per_second = self.host.memory_bytes_per_second * self.host.memory_efficiency
+        per_second = self.host.memory_bytes_per_second
+        per_second *= self.host.memory_efficiency
         return num_bytes * self.gpus_per_node / per_second
 
 
@@ -316,33 +339,48 @@ def find_machine(name: str) -> Cluster:
     if problems:
         example = json.dumps(asdict(MACHINES["h100"]))
         raise ValueError(f"--machine {name}: {'; '.join(problems)}. An example: {example}")
-    parts = {name: kind(**values[name]) for name, kind in PARTS.items() if values.get(name)}
-    return Cluster(**{**values, **parts})
+    for part, kind in PARTS.items():
+        if values.get(part):
+            values[part] = kind(**values[part])
+    return Cluster(**values)
 
 
 def _problems_of(values: Any, kind: type = Cluster, place: str = "") -> list[str]:
     """Return the problems of an object of a machine's file, and of the objects inside of it."""
     if not isinstance(values, dict):
         return [f"{place.removesuffix('.') or 'the file'} expects an object"]
+    problems: list[str] = []
     declared = {field.name: field for field in fields(kind)}
-    needed = {name for name, field in declared.items() if field.default is MISSING}
-    problems = [f"unknown field {place}{name}" for name in sorted(set(values) - set(declared))]
-    problems += [f"no field {place}{name}" for name in sorted(needed - set(values))]
+    for name in sorted(set(values) - set(declared)):
+        problems.append(f"unknown field {place}{name}")
+    for name, field in declared.items():
+        if name not in values and field.default is MISSING:
+            problems.append(f"no field {place}{name}")
     for name in sorted(set(declared) & set(values)):
-        if values[name] is None and declared[name].default is None:
+        value = values[name]
+        if value is None and declared[name].default is None:
             continue
         if name in PARTS:
-            problems += _problems_of(values[name], PARTS[name], f"{name}.")
-        elif name == "generation" and values[name] not in GENERATIONS:
-            expected = ", ".join(GENERATIONS)
-            problems.append(f"generation: expects one of {expected} but got {values[name]!r}")
-        elif name in WHOLE and not isinstance(values[name], int):
-            problems.append(f"{place}{name}: expects a whole number but got {values[name]!r}")
-        elif declared[name].type != "str" and _number_problem(values[name]):
-            problems.append(f"{place}{name}: {_number_problem(values[name])}")
+            problems += _problems_of(value, PARTS[name], f"{name}.")
+            continue
+        problem = _problem_of(name, value)
+        if problem:
+            problems.append(f"{place}{name}: {problem}")
     return problems
 
 
-def _number_problem(value: Any) -> str:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return "" if is_number and value > 0 else f"expects a number above 0 but got {value!r}"
+def _problem_of(name: str, value: Any) -> str:
+    """Return what is wrong with a value, or an empty text."""
+    if name == "name":
+        if not isinstance(value, str):
+            return f"expects a text but got {value!r}"
+        return ""
+    if name == "generation":
+        if value not in GENERATIONS:
+            return f"expects one of {', '.join(GENERATIONS)} but got {value!r}"
+        return ""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
+        return f"expects a number above 0 but got {value!r}"
+    if name in WHOLE and not isinstance(value, int):
+        return f"expects a whole number but got {value!r}"
+    return ""

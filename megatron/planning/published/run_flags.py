@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megatron.planning.candidates import Candidate, layers_of_ends
 from megatron.planning.published.published_runs import PublishedRun
@@ -26,7 +27,7 @@ def flags_of(run: PublishedRun) -> list[str]:
     Raises:
         NotExpressibleError: says what no flag asks for.
     """
-    return [*_flags_of_model(run), *candidate_of(run).flags(has_experts="moe" in run.model)]
+    return [*_flags_of_model(run), *candidate_of(run).flags(has_experts=bool(run.model.get("moe")))]
 
 
 def candidate_of(run: PublishedRun) -> Candidate:
@@ -86,22 +87,27 @@ def _flags_of_model(run: PublishedRun) -> Iterator[str]:
         "--global-batch-size": run["global_batch"],
         "--ffn-hidden-size": model.get("ffn") or model["moe"]["expert_ffn"],
     }
-    if model.get("head_dim") and "mla" not in model:
+    if model.get("head_dim") and not model.get("mla"):
         sizes["--kv-channels"] = model["head_dim"]
+    if model["kv_heads"] != model["heads"]:
+        yield "--group-query-attention"
+        sizes["--num-query-groups"] = model["kv_heads"]
     for flag, size in sizes.items():
         yield from (flag, str(size))
-    if model["kv_heads"] != model["heads"]:
-        yield from ("--group-query-attention", "--num-query-groups", str(model["kv_heads"]))
     if model["gated"]:
         yield "--swiglu"
     elif model.get("activation") == "squared_relu":
         yield "--squared-relu"
-    if not model.get("bias") or "moe" in model:
+    if not model.get("bias") or model.get("moe"):
         yield "--disable-bias-linear"
-    is_rms = str(model.get("norm", "")).startswith("RMS")
-    yield from ("--normalization", "RMSNorm" if is_rms else "LayerNorm")
-    is_rotary = model.get("position", "rope") == "rope"
-    yield from ("--position-embedding-type", "rope" if is_rotary else "learned_absolute")
+    norm = "LayerNorm"
+    if str(model.get("norm") or "").startswith("RMS"):
+        norm = "RMSNorm"
+    yield from ("--normalization", norm)
+    position = "learned_absolute"
+    if (model.get("position") or "rope") == "rope":
+        position = "rope"
+    yield from ("--position-embedding-type", position)
     if not model.get("tied") or run["pp"] > 1:
         yield "--untie-embeddings-and-output-weights"
     if run["precision"] == "fp16":
@@ -110,22 +116,30 @@ def _flags_of_model(run: PublishedRun) -> Iterator[str]:
         yield "--bf16"
     yield from ("--attention-dropout", "0", "--hidden-dropout", "0")
     yield from ("--lr", "1e-4", "--train-iters", "1000", "--mock-data")
-    if "mla" in model:
-        latent = model["mla"]
-        yield "--multi-latent-attention"
-        if latent.get("q_lora"):
-            yield from ("--q-lora-rank", str(latent["q_lora"]))
-        yield from ("--kv-lora-rank", str(latent["kv_lora"]))
-        yield from ("--qk-head-dim", str(latent["qk_head"]))
-        yield from ("--qk-pos-emb-head-dim", str(latent["qk_rope_head"]))
-        yield from ("--v-head-dim", str(latent["v_head"]))
-    if "moe" in model:
-        experts = model["moe"]
-        dense = experts.get("dense_first_layers") or 0
-        yield from ("--num-experts", str(experts["experts"]))
-        yield from ("--moe-router-topk", str(experts["top_k"]))
-        yield from ("--moe-ffn-hidden-size", str(experts["expert_ffn"]))
-        yield from ("--moe-layer-freq", f"[0]*{dense}+[1]*{model['layers'] - dense}")
-        yield from ("--moe-token-dispatcher-type", "alltoall")
-        if experts.get("shared_ffn"):
-            yield from ("--moe-shared-expert-intermediate-size", str(experts["shared_ffn"]))
+    if model.get("mla"):
+        yield from _flags_of_latents(model["mla"])
+    if model.get("moe"):
+        yield from _flags_of_experts(model["moe"], model["layers"])
+
+
+def _flags_of_latents(latent: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the flags of multi-latent attention."""
+    yield "--multi-latent-attention"
+    if latent.get("q_lora"):
+        yield from ("--q-lora-rank", str(latent["q_lora"]))
+    yield from ("--kv-lora-rank", str(latent["kv_lora"]))
+    yield from ("--qk-head-dim", str(latent["qk_head"]))
+    yield from ("--qk-pos-emb-head-dim", str(latent["qk_rope_head"]))
+    yield from ("--v-head-dim", str(latent["v_head"]))
+
+
+def _flags_of_experts(experts: Mapping[str, Any], num_layers: int) -> Iterator[str]:
+    """Yield the flags of layers with experts."""
+    dense = experts.get("dense_first_layers") or 0
+    yield from ("--num-experts", str(experts["experts"]))
+    yield from ("--moe-router-topk", str(experts["top_k"]))
+    yield from ("--moe-ffn-hidden-size", str(experts["expert_ffn"]))
+    yield from ("--moe-layer-freq", f"[0]*{dense}+[1]*{num_layers - dense}")
+    yield from ("--moe-token-dispatcher-type", "alltoall")
+    if experts.get("shared_ffn"):
+        yield from ("--moe-shared-expert-intermediate-size", str(experts["shared_ffn"]))

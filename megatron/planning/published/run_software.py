@@ -8,7 +8,6 @@ fused, which attention it calls, what overlaps, and in which dtypes gradients ar
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from megatron.planning.costs.layer_memory import (
@@ -88,16 +87,24 @@ FRAMEWORKS: dict[str, Software] = {
 """What frameworks do, by the begin of their names; see [Note: software of frameworks]."""
 
 
-def software_of(run: PublishedRun) -> Software:
-    """Return the software of a run."""
+def software_of(run: PublishedRun, profile: Software | None = None) -> Software:
+    """Return the software of a run.
+
+    Args:
+        run: the published run.
+        profile: what its framework does; None: that of ``FRAMEWORKS``.
+    """
     name = str(run["framework"]).lower()
-    found = [known for known in FRAMEWORKS if known in name]
-    software = FRAMEWORKS[max(found, key=len)] if found else _TORCH_FSDP
+    software = profile or profile_of(name)
     notes = run.notes.lower()
     needs_compiler = name == "torchtitan" and run["precision"] == "fp8"
-    if run.get("compile") or (run.get("compile") is None and needs_compiler):
+    if run.get("compile", needs_compiler):
         software = replace(
-            software, fusion=COMPILED, copies_of_heads=0.5, loss_bytes=12, kept_logit_bytes=12
+            software,
+            fusion=COMPILED,
+            copies_of_heads=0.5,
+            loss_bytes=12,
+            kept_logit_bytes=12,
         )
     if "no fused attention" in notes:
         software = replace(software, attention=UNFUSED)
@@ -112,12 +119,25 @@ def software_of(run: PublishedRun) -> Software:
     if name == "megatron-bridge" and str(run.hardware["kind"]).startswith("gb"):
         software = replace(software, uses_graphs=True)  # as its recipes have it on GB200 and GB300
     reduction = run.get("gradient_reduction")
-    if reduction is not None:
-        software = replace(software, reduce_bytes=4 if reduction == "fp32" else 2)
+    if reduction == "fp32":
+        software = replace(software, reduce_bytes=4)
+    elif reduction is not None:
+        software = replace(software, reduce_bytes=2)
     if run.get("zero_level", 0) < 3:
         # Megatron-Core keeps gradients in the dtype in which it reduces them.
         software = replace(software, gradient_bytes=software.reduce_bytes)
     return software
+
+
+def profile_of(framework: str) -> Software:
+    """Return what a framework does, by the longest name that is known in its own."""
+    profile = _TORCH_FSDP
+    longest = 0
+    for known, software in FRAMEWORKS.items():
+        if known in framework and len(known) > longest:
+            profile = software
+            longest = len(known)
+    return profile
 
 
 def sizes_of(run: PublishedRun) -> ModelSizes:
@@ -144,7 +164,9 @@ def sizes_of(run: PublishedRun) -> ModelSizes:
             value=mla["v_head"],
         )
     multiple = VOCABULARY_MULTIPLE * run["tp"]
-    has_window = model.get("window") and str(model.get("window_layers", "")).startswith("every o")
+    window = 0
+    if str(model.get("window_layers") or "").startswith("every o"):
+        window = model.get("window") or 0
     return ModelSizes(
         layers=model["layers"],
         dense_layers=dense_layers,
@@ -161,7 +183,7 @@ def sizes_of(run: PublishedRun) -> ModelSizes:
         is_tied=bool(model.get("tied")),
         experts=experts,
         latent=latent,
-        window=int(model["window"]) if has_window else 0,
+        window=window,
         has_query_norm=bool(model.get("qk_norm")),
         predicted_tokens=predicted_tokens_of(run),
     )
@@ -169,9 +191,10 @@ def sizes_of(run: PublishedRun) -> ModelSizes:
 
 def predicted_tokens_of(run: PublishedRun) -> int:
     """Return the number of layers that predict further tokens, by the notes of a row."""
-    is_open = any("further tokens" in str(each) for each in run.get("not_stated", ()))
-    says_so = re.search(r"with one layer that predicts a second token", run.notes)
-    return int(says_so is not None and not is_open)
+    for each in run.get("not_stated", ()):
+        if "further tokens" in str(each):
+            return 0
+    return int("with one layer that predicts a second token" in run.notes)
 
 
 def mesh_of(run: PublishedRun) -> RunLayout:
@@ -185,6 +208,11 @@ def mesh_of(run: PublishedRun) -> RunLayout:
             f"precision {run['precision']} is none of {', '.join(PRECISIONS)}"
         )
     level = run.get("zero_level", 0)
+    expert_tensor = run.get("etp")
+    if expert_tensor is None:
+        expert_tensor = 1
+        if run.model.get("moe"):
+            expert_tensor = run["tp"]
     return RunLayout(
         gpus=run["gpus"],
         tensor=run["tp"],
@@ -192,7 +220,7 @@ def mesh_of(run: PublishedRun) -> RunLayout:
         virtual=run.get("vpp", 1),
         context=run["cp"],
         expert=run["ep"],
-        expert_tensor=run.get("etp") or (run["tp"] if "moe" in run.model else 1),
+        expert_tensor=expert_tensor,
         level=level,
         copies=run.get("shard_copies", 1),
         micro_batch=micro_batch_of(run),
@@ -206,7 +234,8 @@ def has_sequence_parallelism(run: PublishedRun) -> bool:
     """Return True if tensor ranks divide the sequence in norms and residuals."""
     if "without sequence parallelism" in run.notes:
         return False
-    return bool(run.get("sp", run["tp"] > 1))
+    has_ranks: bool = run["tp"] > 1
+    return bool(run.get("sp", has_ranks))
 
 
 SELECTIVE = {"one matrix product in two": PRODUCTS, "latent": LATENT, "mlp": MLP}
