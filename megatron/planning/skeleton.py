@@ -71,7 +71,8 @@ class Operation:
         self.simulator.spend(self.cost.backward, "backward", self.name)
         for gradient in gradients:
             self.simulator.hold(gradient)
-        self.simulator.change_memory(-self.cost.kept_bytes - self.cost.recomputed_bytes)
+        released = self.cost.kept_bytes + self.cost.recomputed_bytes
+        self.simulator.change_memory(-released)
 
 
 class _Use(torch.autograd.Function):
@@ -90,9 +91,13 @@ class _Use(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         gradients: list[torch.Tensor | None] = []
         for parameter, is_needed in zip(ctx.parameters, ctx.needs_input_grad[2:]):
-            gradient = torch.empty_like(parameter) if is_needed else None
+            gradient = None
+            if is_needed:
+                gradient = torch.empty_like(parameter)
             gradients.append(gradient)
-        ctx.operation.backward([each for each in gradients if each is not None])
+        made = [each for each in gradients if each is not None]
+        ctx.operation.backward(made)
+        del made
         ctx.parameters = ()
         return None, torch.empty_like(grads[0]), *gradients
 

@@ -102,7 +102,6 @@ class LayerWork:
         if mesh.is_sequence_parallel:
             self._own_tokens /= mesh.tensor
         self._is_eager = software.fusion == EAGER
-        self._num_matrices = 3 if sizes.is_gated else 2
 
     # ---- products
 
@@ -177,12 +176,13 @@ class LayerWork:
     def _mlp(self, tokens: float, width: float, count: float = 1) -> tuple[Spent, float]:
         """Return the seconds of an MLP's products, and of the first one's forward alone."""
         hidden = self._sizes.hidden
-        first_width = (self._num_matrices - 1) * width
+        num_matrices = self._sizes.num_matrices
+        first_width = (num_matrices - 1) * width
         first = self._products(tokens, first_width, hidden, count)
         spent = Spent()
         spent.add(first)
         spent.add(self._products(tokens, hidden, width, count))
-        spent.add(self._weights(self._num_matrices * width * hidden * count))
+        spent.add(self._weights(num_matrices * width * hidden * count))
         return spent, first.forward
 
     # ---- attention

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ class PublishedRun:
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field, or ``default`` where the row has none or null."""
         value = self.row.get(name)
-        return default if value is None else value
+        if value is None:
+            return default
+        return value
 
     @property
     def name(self) -> str:
@@ -69,13 +71,18 @@ class PublishedRun:
     def memory_gib(self) -> float | None:
         """The measured memory of a GPU in GiB; None: not published."""
         value = self.row["measured"].get("memory_gib")
-        return None if value is None else float(value)
+        if value is None:
+            return None
+        return float(value)
 
     @property
     def notes(self) -> str:
         """The words of the row about its software and its layout."""
-        words = [self.get(name, "") for name in ("strategy", "recompute_note", "notes")]
-        return "; ".join(str(word) for word in words if word)
+        words: list[str] = []
+        for name in ("strategy", "recompute_note", "notes"):
+            if self.get(name):
+                words.append(self.row[name])
+        return "; ".join(words)
 
 
 def read_runs(path: Path) -> list[PublishedRun]:
@@ -105,17 +112,16 @@ def read_runs(path: Path) -> list[PublishedRun]:
         found = [*problems_of(row)]
         if not found and row["id"] in names:
             found.append(f"the id {row['id']} is there twice")
-        problems += [f"line {number}: {problem}" for problem in found]
+        for problem in found:
+            problems.append(f"line {number}: {problem}")
         if not found:
             names.add(row["id"])
             runs.append(PublishedRun(row))
     if not runs and not problems:
         problems.append("there is no run in it")
     if problems:
-        raise ValueError("\n".join([f"{path} is no list of runs:", *_numbered(problems)]))
+        text = f"{path} is no list of runs:"
+        for number, problem in enumerate(problems, 1):
+            text += f"\n  {number}. {problem}"
+        raise ValueError(text)
     return runs
-
-
-def _numbered(problems: list[str]) -> Iterator[str]:
-    for number, problem in enumerate(problems, 1):
-        yield f"  {number}. {problem}"

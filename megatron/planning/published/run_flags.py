@@ -92,8 +92,7 @@ def _flags_of_model(run: PublishedRun) -> Iterator[str]:
     if model["kv_heads"] != model["heads"]:
         yield "--group-query-attention"
         sizes["--num-query-groups"] = model["kv_heads"]
-    for flag, size in sizes.items():
-        yield from (flag, str(size))
+    yield from _words(sizes)
     if model["gated"]:
         yield "--swiglu"
     elif model.get("activation") == "squared_relu":
@@ -125,21 +124,33 @@ def _flags_of_model(run: PublishedRun) -> Iterator[str]:
 def _flags_of_latents(latent: Mapping[str, Any]) -> Iterator[str]:
     """Yield the flags of multi-latent attention."""
     yield "--multi-latent-attention"
-    if latent.get("q_lora"):
-        yield from ("--q-lora-rank", str(latent["q_lora"]))
-    yield from ("--kv-lora-rank", str(latent["kv_lora"]))
-    yield from ("--qk-head-dim", str(latent["qk_head"]))
-    yield from ("--qk-pos-emb-head-dim", str(latent["qk_rope_head"]))
-    yield from ("--v-head-dim", str(latent["v_head"]))
+    sizes = {
+        "--q-lora-rank": latent.get("q_lora"),
+        "--kv-lora-rank": latent["kv_lora"],
+        "--qk-head-dim": latent["qk_head"],
+        "--qk-pos-emb-head-dim": latent["qk_rope_head"],
+        "--v-head-dim": latent["v_head"],
+    }
+    yield from _words(sizes)
 
 
 def _flags_of_experts(experts: Mapping[str, Any], num_layers: int) -> Iterator[str]:
     """Yield the flags of layers with experts."""
     dense = experts.get("dense_first_layers") or 0
-    yield from ("--num-experts", str(experts["experts"]))
-    yield from ("--moe-router-topk", str(experts["top_k"]))
-    yield from ("--moe-ffn-hidden-size", str(experts["expert_ffn"]))
-    yield from ("--moe-layer-freq", f"[0]*{dense}+[1]*{num_layers - dense}")
-    yield from ("--moe-token-dispatcher-type", "alltoall")
-    if experts.get("shared_ffn"):
-        yield from ("--moe-shared-expert-intermediate-size", str(experts["shared_ffn"]))
+    sizes = {
+        "--num-experts": experts["experts"],
+        "--moe-router-topk": experts["top_k"],
+        "--moe-ffn-hidden-size": experts["expert_ffn"],
+        "--moe-shared-expert-intermediate-size": experts.get("shared_ffn"),
+        "--moe-layer-freq": f"[0]*{dense}+[1]*{num_layers - dense}",
+        "--moe-token-dispatcher-type": "alltoall",
+    }
+    yield from _words(sizes)
+
+
+def _words(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield flags with their values, but for those that are missing, null or 0."""
+    for flag, value in values.items():
+        if value:
+            yield flag
+            yield str(value)
