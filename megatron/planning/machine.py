@@ -19,7 +19,7 @@ from typing import Any
 from megatron.pretrain.report.speed import PEAK_TFLOPS
 
 HOST_USABLE = 0.9
-"""Part of a host's memory that a plan may use."""
+"""Part of a host's memory that a plan may use; an estimate."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Host:
         memory_bytes_per_second: between all processors of a node and their memory.
         link_bytes_per_second: between that memory and one GPU, in one direction.
         disk_bytes_per_second: of all local disks of a node; None: unknown.
-        memory_efficiency: part of the memory's bandwidth that an optimizer reaches on all cores.
+        memory_efficiency: part of the memory's bandwidth that an optimizer reaches on all cores;
+            0.6 is an estimate.
     """
 
     cores: int
@@ -305,7 +306,7 @@ github.com/stas00/ml-engineering: maximum sustainable FLOPS of H200 (755 TFLOP/s
 H100) and B200 (1,429). These are 0.95 and 0.82 of the maximum achievable FLOPS in its table. FP8
 and GB200 are those of that table (FP8 on H100 0.709, on B200 0.763; GB200 0.729 and 0.723) times
 these. A100 is that of the table (271 of 312). Grace's cores have about 3/4 of the others' speed in
-one thread (3.1 to 3.4 GHz beside 3.8). Latencies and ``link_efficiency`` are assumptions."""
+one thread (3.1 to 3.4 GHz beside 3.8). Latencies and ``link_efficiency`` are estimates."""
 
 
 GENERATIONS = ("ampere", "hopper", "blackwell")

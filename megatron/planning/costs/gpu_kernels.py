@@ -21,14 +21,16 @@ from megatron.planning.costs.software import ATTENTION, Software
 from megatron.planning.machine import Cluster
 
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
-"""Rows and columns of tiles, and the part of the FLOP/s of the largest one that they reach."""
+"""Rows and columns of tiles, and the part of the FLOP/s of the largest one that they reach: the
+tiles are those of cuBLAS and CUTLASS, the parts are estimates."""
 
 SHORT_SEQUENCE = 400
 """Tokens at which attention reaches half of its speed: fitted to the lengths in the figures of
 FlashAttention-2 and 3."""
 
 HEAD = 128
-"""Width of heads for which the speed of attention is stated."""
+"""Width of heads for which the speed of attention is stated; narrower ones lose half of the part by
+which they are narrower, an estimate."""
 
 BACKWARD_OF_ATTENTION = 2.5
 """FLOPs of the backward of attention in those of its forward: five products for two."""

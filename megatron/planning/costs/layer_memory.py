@@ -10,7 +10,8 @@ the width of the MLP, q, k, v and o those of queries, keys, values and the resul
     experts            k (h + 3 f)      for k chosen experts
     eager RMSNorm      4 h each         its input and its result in fp32
 
-Source of the first three, with dropout: Korthikanti et al., arXiv:2205.05198, equation 2.
+Source of the first three, with dropout: Korthikanti et al., arXiv:2205.05198, equation 2. The
+others are counted by what autograd saves, and have no other source.
 """
 
 from __future__ import annotations

@@ -16,6 +16,10 @@ of torch one by one write all between: RMSNorm in fp32 is 8 operations, rotary p
     FP8                4 an element     of inputs, weights and gradients: read, written twice
     scores             9, 12            without fused attention: softmax and dropout
     loss               of the software  one by one 36: casts, softmax, and their gradients
+    router             80 for each token and expert, in each direction
+
+These are counted by the operands of each operation, and have no other source; the router's are an
+estimate.
 
 [Note: messages of a layer] Tensor parallelism gathers and scatters activations twice forward and
 backward, each as large as all of its ranks' activations. Where messages overlap with the products
@@ -55,20 +59,21 @@ the code that a compiler makes of the former."""
 
 EXCHANGE = 0.7
 """Part of the bandwidth of links that an exchange of tokens reaches, beside ``link_efficiency``:
-NCCL's all-to-all has messages of its own to each rank."""
+NCCL's all-to-all has messages of its own to each rank. An estimate."""
 
 MERGED = {EAGER: 40, FUSED: 12, COMPILED: 40}
 """Bytes for each element of attention's result that a step of ring attention reads and writes to
-merge it into the sum in fp32: one kernel of Transformer Engine, and torch's, one by one."""
+merge it into the sum in fp32: one kernel of Transformer Engine, and torch's, one by one. Counted by
+their operands, an estimate."""
 
 CALLS_OF_UNIT = 20
-"""Operations of the hooks, copies and collectives of a unit of FSDP."""
+"""Operations of the hooks, copies and collectives of a unit of FSDP; an estimate."""
 
 CALLS_OF_OUTPUT = 30
 """Operations of the last norm, the output layer and the loss; an estimate."""
 
 CALLS_IN_GRAPHS = 0.3
-"""Part of the calls that remains where layers are CUDA graphs."""
+"""Part of the calls that remains where layers are CUDA graphs; an estimate."""
 
 
 class LayerWork:

@@ -26,7 +26,7 @@ ATTENTION = {
 causal masks, long sequences and heads of 128, by implementation and generation of GPU. Sources:
 FlashAttention-2 (arXiv:2307.08691), figures 4 to 6, with Triton's kernel of that year on A100, and
 figure 7 on H100; FlashAttention-3 (arXiv:2407.08608), figures 5 and 6, with cuDNN. On Blackwell,
-cuDNN's published 1.2 to 1.6 PFLOP/s forward on B200; others are assumed. Triton's of 2023 on H100
+cuDNN's published 1.2 to 1.6 PFLOP/s forward on B200; others are estimates. Triton's of 2023 on H100
 is that on A100, with the gain of FlashAttention-2 between the two: kernels without Hopper's
 instructions gain no more."""
 

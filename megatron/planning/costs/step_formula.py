@@ -37,7 +37,8 @@ BUCKET_ELEMENTS = 40e6
 """Elements of a bucket of DDP in Megatron-Core: the default of --ddp-bucket-size with few ranks."""
 
 WORKSPACE = 600e6
-"""Bytes of workspaces of cuBLAS and attention, and of what lives shortly beside activations."""
+"""Bytes of workspaces of cuBLAS and attention, and of what lives shortly beside activations; an
+estimate."""
 
 
 @dataclass(frozen=True)

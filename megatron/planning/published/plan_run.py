@@ -31,7 +31,7 @@ from megatron.planning.search import GIB, arguments_on
 from megatron.pretrain.arguments import CommandLineError
 
 FITTING = 0.92
-"""Part of a GPU's memory that a run may need whose recomputation is unknown."""
+"""Part of a GPU's memory that a run may need whose recomputation is unknown; an estimate."""
 
 PARTS = 8
 """Whole layers are recomputed in parts of so many, where it is unknown how many are."""

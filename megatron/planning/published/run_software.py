@@ -1,9 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes, the layout and the software of a published run, as the row states them.
 
-[Note: software of frameworks] A row names its framework. What is known of each from its own
-documentation is a property of the software, not a constant of the source: whether kernels are
-fused, which attention it calls, what overlaps, and in which dtypes gradients are kept.
+[Note: software of frameworks] A row names its framework. What its documentation says, or its code,
+is a property of the software: whether kernels are fused, which attention it calls, what overlaps,
+and in which dtypes gradients are kept. Numbers that no page has, such as the bytes of the loss, the
+copies of heads and what the allocator reserves, are estimates. Most sources have one framework, so
+a profile is little else than a choice for each source, made with its errors in view: no
+cross-validation can test it.
+
+[Note: words of a row] Where fields are texts, these words in them are read:
+
+    hardware.gpu           "limit 500 W": of its power
+    hardware.inside        "900 GB/s": of its links in both directions
+    model.norm             begins with "RMS": RMSNorm, otherwise LayerNorm
+    model.position         "rope", otherwise learned
+    model.window_layers    begins with "every o", as "every other": half of the layers have it
+    precision              one of bf16, fp16, fp32, fp8, mxfp8, nvfp4
+    framework              a name of ``FRAMEWORKS`` in it
+    strategy, recompute_note, notes (any of them)
+        "async TP" or "asynchronous TP"       messages of tensor parallelism overlap
+        "no fused attention"                  scores are in memory
+        "without sequence parallelism"        norms and residuals are not divided
+        "with one layer that predicts a second token"  unless not_stated has "further tokens"
+    recompute_note of selective recomputation
+        "every second layer"                  half of the layers, whole
+        "one matrix product in two"           torchtitan's
+        "latent", "mlp"                       what these names say; otherwise the core of attention
+    measured.memory_kind   "rank 0": the memory of the first stage, otherwise the most of all
 """
 
 from __future__ import annotations
