@@ -162,24 +162,48 @@ def main(
     if problems or args is None or described is None:
         raise refusal(problems)
 
-    limit = memory_limit * GIB if memory_limit else USABLE * described.memory_bytes
-    click.echo(f"{num_gpus} GPUs of {described.name}, {limit / GIB:.1f} GiB of each")
+    limit = USABLE * described.memory_bytes
+    if memory_limit is not None:
+        limit = memory_limit * GIB
     choices = Choices(**limits)  # type: ignore[arg-type]  # checked above
+    plan = Plan(words, args, num_gpus, described, limit, choices)
+    click.echo(f"{num_gpus} GPUs of {described.name}, {limit / GIB:.1f} GiB of each")
     if beside_ddp:
-        return show_beside_ddp(args, num_gpus, described, limit, choices)
+        show_beside_ddp(plan)
+    else:
+        show_settings(plan, show, picture)
+
+
+def show_settings(plan: Plan, num_wanted: int, picture: Path | None) -> None:
+    """Print the fastest settings that fit, or what would make the model fit.
+
+    Args:
+        plan: of the model.
+        num_wanted: settings to show.
+        picture: PNG of the first one to write; None: none.
+    """
     try:
-        found = search(words, args, num_gpus, described, limit, choices, show, click.echo)
+        found = search(
+            words=plan.words,
+            args=plan.args,
+            num_gpus=plan.num_gpus,
+            machine=plan.machine,
+            memory_limit=plan.memory_limit,
+            choices=plan.choices,
+            num_wanted=num_wanted,
+            say=click.echo,
+        )
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     if not found:
-        propose(Plan(words, args, num_gpus, described, limit, choices))
+        propose(plan)
         raise click.ClickException(
             "nothing fits: give more GPUs, another --machine or a larger --memory-limit"
         )
-    for line in (*table(found), *commands(found, described)):
+    for line in (*table(found), *commands(found, plan.machine)):
         click.echo(line)
     if picture is not None:
-        draw(found[0], limit, picture)
+        draw(found[0], plan.memory_limit, picture)
 
 
 def refusal(problems: list[str]) -> click.UsageError:
@@ -292,30 +316,23 @@ def problems_beside_ddp(call: click.Context, args: argparse.Namespace | None) ->
             yield f"{flag} cannot be planned by --beside-ddp; leave one of them out"
 
 
-def show_beside_ddp(
-    args: argparse.Namespace, num_gpus: int, machine: Cluster, limit: float, choices: Choices
-) -> None:
-    """Print the fastest layouts of FSDP and of DDP, on fewer and on more GPUs too.
-
-    Args:
-        args: the completed arguments of the model on one rank.
-        num_gpus: of the run.
-        machine: on which the model is trained.
-        limit: bytes of a GPU.
-        choices: what may be chosen.
-    """
-    if next(candidates(args, num_gpus, machine.gpus_per_node, choices), None) is None:
-        raise click.ClickException(no_mesh(args, num_gpus, machine.gpus_per_node, choices))
-    numbers = [num_gpus * 2**power // 4 for power in range(5)]
+def show_beside_ddp(plan: Plan) -> None:
+    """Print the fastest layouts of FSDP and of DDP, on fewer and on more GPUs too."""
+    args = plan.args
+    per_node = plan.machine.gpus_per_node
+    if next(candidates(args, plan.num_gpus, per_node, plan.choices), None) is None:
+        raise click.ClickException(no_mesh(args, plan.num_gpus, per_node, plan.choices))
+    numbers = {plan.num_gpus * 2**power // 4 for power in range(5)}
+    numbers.discard(0)
     found = choices_of(
         sizes=sizes_of_arguments(args),
         global_batch=args.global_batch_size,
-        machine=machine,
+        machine=plan.machine,
         software=replace(software_of_arguments(args), overlaps_data=True),
-        memory_limit=limit,
-        gpus=sorted({number for number in numbers if number}),
+        memory_limit=plan.memory_limit,
+        gpus=sorted(numbers),
         recompute=recompute_of_arguments(args),
-        choices=choices,
+        choices=plan.choices,
     )
     for line in choice_lines(found):
         click.echo(line)

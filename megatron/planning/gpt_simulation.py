@@ -137,19 +137,23 @@ def simulate_stage(
                 update=update,
             )
             step = simulator.end_simulated_step()
-    ends = step.backward_ends
-    of_one = ends[0]
-    if len(ends) > 1:
-        of_one = ends[1] - ends[0]
     return StagePrediction(
         stage=stage,
         step=step,
         num_microbatches=num_microbatches,
         num_simulated=num_simulated,
-        microbatch_seconds=of_one,
+        microbatch_seconds=_seconds_of_one(step),
         update=update,
         copies=_all_copies(step, num_microbatches - num_simulated),
     )
+
+
+def _seconds_of_one(step: StepResult) -> float:
+    """Return the seconds of a microbatch, of one in the middle if there are several."""
+    ends = step.backward_ends
+    if len(ends) == 1:
+        return ends[0]
+    return ends[1] - ends[0]
 
 
 def _all_copies(step: StepResult, num_left_out: int) -> list[Copy]:

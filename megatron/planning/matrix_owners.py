@@ -94,9 +94,6 @@ def plan_owners(
     seconds = arrivals[0] + returns[-1]
     for computing, arriving, returning in zip(products, of_next, of_last):
         seconds += max(computing, arriving + returning)
-    round_bytes = 0
-    for size, next_size in zip(sizes, [*sizes[1:], 0]):
-        round_bytes = max(round_bytes, 2 * (size + next_size))
     all_sizes = sum(sizes)
     received = 2 * all_sizes * (len(inner) - 1) // len(inner)
     sent = num_replicas * all_sizes * (len(ranks) - 1) // len(ranks)
@@ -104,7 +101,15 @@ def plan_owners(
         most_flops=max(flops.values()),
         mean_flops=sum(flops.values()) / len(ranks),
         momentum_bytes=max(momentum.values()),
-        round_bytes=round_bytes,
+        round_bytes=_bytes_of_two_rounds(sizes),
         message_bytes=received + sent,
         seconds=seconds,
     )
+
+
+def _bytes_of_two_rounds(sizes: Sequence[int]) -> int:
+    """Return the most bytes of a round and the next one, each with a weight and its gradient."""
+    most = 0
+    for size, next_size in zip(sizes, [*sizes[1:], 0]):
+        most = max(most, 2 * (size + next_size))
+    return most

@@ -36,7 +36,7 @@ OUTPUT = "output"
 
 
 @dataclass(frozen=True)
-class Part:
+class PartCost:
     """A part of the model in a pipeline stage.
 
     Args:
@@ -132,9 +132,9 @@ class QuickEstimates:
         host_bytes = 0
         state_bytes = 0
         for stage in unlike_stages(candidate.pipeline):
-            parts: list[Part] = []
+            parts: list[PartCost] = []
             for name in self._parts_of(candidate, stage):
-                parts.append(Part(memory[name], costs[name]))
+                parts.append(PartCost(memory[name], costs[name]))
             under_way = min(candidate.pipeline - stage, num_microbatches)
             of_stage = _bytes_of(parts, under_way, candidate)
             if of_stage > num_bytes:
@@ -198,7 +198,7 @@ class QuickEstimates:
             parts.append(OUTPUT)
         return parts
 
-    def _microbatch_seconds(self, parts: list[Part], candidate: Candidate) -> float:
+    def _microbatch_seconds(self, parts: list[PartCost], candidate: Candidate) -> float:
         """Return the seconds of a microbatch in a pipeline stage."""
         num_sharding = candidate.num_data_ranks(self._num_gpus) * candidate.context
         # Experts are sharded over fewer ranks than this, which is as fast between nodes.
@@ -291,7 +291,7 @@ def _estimate_unit(module: nn.Module, args: argparse.Namespace) -> MemoryEstimat
     return estimate_memory(nn.ModuleList([module]), plan)
 
 
-def _bytes_of(parts: list[Part], under_way: int, candidate: Candidate) -> float:
+def _bytes_of(parts: list[PartCost], under_way: int, candidate: Candidate) -> float:
     """Return the bytes of a pipeline stage whose first microbatches are under way."""
     lasting = 0
     kept = 0

@@ -142,7 +142,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the modules of a skeleton do.
+    """The steps of the modules of a skeleton.
 
     Args:
         simulator: the clock and the memory.

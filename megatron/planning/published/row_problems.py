@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may stand in a row of a file of published runs, and everything that is wrong with one."""
+"""The fields of a row of a file of published runs, and everything that is wrong with one."""
 
 from __future__ import annotations
 
