@@ -252,3 +252,7 @@ def test_fp32_is_slower_and_larger_than_bf16() -> None:
     assert full.peak_bytes > 1.2 * half.peak_bytes
     kept = LayerMemory(MODEL, mesh, Software()).kept(False)
     assert LayerMemory(MODEL, mesh, plain).kept(False) == 2 * kept
+
+
+def test_experts_with_fewer_ranks_than_copies_are_reduced_among_these() -> None:
+    assert seconds_of(EXPERTS, expert=32, copies=8) > 0

@@ -249,6 +249,11 @@ class StepFormula:
         if elements.experts:
             yield elements.experts, self._mesh.expert_sharding_ranks
 
+    def _inner(self, ranks: range) -> range:
+        """Return the ranks that shard one copy: one of few experts' ranks for many copies."""
+        num_inner = len(ranks) // self._mesh.copies
+        return ranks[: max(1, num_inner)]
+
     def _collective(self, name: str, num_bytes: float, ranks: range) -> float:
         seconds = self._machine.collective_seconds(name, num_bytes, ranks)
         return seconds / self._fitted.link
@@ -261,7 +266,7 @@ class StepFormula:
         seconds = 0.0
         for number, ranks in self._groups(elements):
             num_bytes = self._software.gather_bytes * number
-            inner = ranks[: len(ranks) // mesh.copies]
+            inner = self._inner(ranks)
             seconds += self._collective("all_gather", num_bytes, inner)
         return seconds
 
@@ -274,7 +279,7 @@ class StepFormula:
             if mesh.level == 0:
                 seconds += self._collective("all_reduce", num_bytes, ranks)
                 continue
-            inner = ranks[: len(ranks) // mesh.copies]
+            inner = self._inner(ranks)
             seconds += self._collective("reduce_scatter", num_bytes, inner)
             if mesh.copies > 1:
                 outer = ranks[:: len(inner)]

@@ -75,7 +75,7 @@ class Errors(NamedTuple):
     number: int
     median: float
     ninetieth: float  # the 90th percentile
-    mean_ratio: float  # of the predicted to the measured, as a geometric middle: the median
+    middle: float  # the median of the predicted in the measured
 
 
 def errors_of(ratios: Sequence[float]) -> Errors | None:
@@ -87,7 +87,7 @@ def errors_of(ratios: Sequence[float]) -> Errors | None:
         number=len(errors),
         median=median(errors),
         ninetieth=percentile(errors, 0.9),
-        mean_ratio=median(ratios),
+        middle=median(ratios),
     )
 
 
@@ -166,5 +166,5 @@ def _errors_line(compared: Sequence[ComparedRun], title: str) -> str:
         of_memory = f"{memory.median:>6.1%} {memory.ninetieth:>6.1%}"
     return (
         f"  {seconds.median:>6.1%} {seconds.ninetieth:>6.1%}   {of_memory}"
-        f"   {seconds.number:>4}   {seconds.mean_ratio:>5.2f}   {title}"
+        f"   {seconds.number:>4}   {seconds.middle:>5.2f}   {title}"
     )
