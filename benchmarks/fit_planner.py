@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, wi
 
 from megatron.planning.costs.gpu_kernels import FITTED
 from megatron.planning.published.compared_runs import errors_of
-from megatron.planning.published.constant_fit import cross_validation, fit, ratios
+from megatron.planning.published.constant_fit import bound_of, cross_validation, fit, ratios
 from megatron.planning.published.plan_run import formula_of
 from megatron.planning.published.published_runs import PublishedRun, read_runs
 from megatron.planning.published.run_flags import NotExpressibleError
@@ -30,11 +30,11 @@ def main() -> None:
     parser.add_argument("runs", type=Path, help="published runs, one JSON object a line")
     runs = planned(read_runs(parser.parse_args().runs))
     print("before", errors_of(ratios(runs, FITTED)))
-    fitted = fit(runs, FITTED)
+    fitted = fit(runs)
     for name, value in asdict(fitted).items():
-        print(f"    {name} = {value:.4g}")
+        print(f"    {name} = {value:.4g}  {bound_of(name, fitted)}")
     print("fitted", errors_of(ratios(runs, fitted)))
-    for line in cross_validation(runs, fitted):
+    for line in cross_validation(runs):
         print(line)
 
 

@@ -25,9 +25,9 @@ from benchmarks.matrix_optimizers import OwnedMuon, orthogonal
 from benchmarks.offload import ResidualMlp
 from megatron.fsdp import Memory, fully_shard
 from megatron.fsdp.optimizer.matrix.owners import cost_of
+from megatron.planning.costs.update_bytes import ADAMW, ONE_PASS
 from megatron.planning.machine import Cluster, Host, Link
 from megatron.planning.matrix_owners import plan_owners
-from megatron.planning.optimizer_update import ADAMW_BYTES, UPDATE_BYTES
 
 COPIED = 1 << 28
 """Bytes of the tensors by which copies are measured, more than caches hold."""
@@ -85,7 +85,7 @@ class OffloadedUpdate:
             module, optimizer, units=[ResidualMlp], memory=memory
         )
         self._num_elements = sum(group.layout.shard_size for group in self.model.groups)
-        self._bytes = UPDATE_BYTES if fused else ADAMW_BYTES
+        self._bytes = ONE_PASS if fused else ADAMW
 
     def measured(self) -> float:
         """Return the seconds of the update."""

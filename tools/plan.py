@@ -36,9 +36,9 @@ set_up_logging()
 
 from megatron.checkpoint.commands.command import Program  # noqa: E402
 from megatron.checkpoint.store import durable  # noqa: E402
-from megatron.planning.candidates import Choices  # noqa: E402
+from megatron.planning.candidates import Choices, candidates, no_mesh  # noqa: E402
 from megatron.planning.costs.model_sizes import sizes_of_arguments  # noqa: E402
-from megatron.planning.layer_costs import software_of_arguments  # noqa: E402
+from megatron.planning.layer_costs import recompute_of_arguments, software_of_arguments  # noqa: E402
 from megatron.planning.machine import MACHINES, Cluster, find_machine  # noqa: E402
 from megatron.planning.picture import draw_plan  # noqa: E402
 from megatron.planning.presets import PRESETS  # noqa: E402
@@ -58,6 +58,17 @@ USABLE = 0.9
 
 NEEDED_TO_RUN = {"--lr": "1e-4", "--train-iters": "1000", "--mock-data": None}
 """Flags that a run needs and that change no plan, with values if none are given."""
+
+NOT_BY_FORMULAS = {
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
+    "fp8_param_gather": "--fp8-param-gather",
+    "fp4_param": "--fp4-param-gather",
+    "expert_data_parallel_sharding_strategy": "--expert-data-parallel-sharding-strategy",
+    "expert_outer_dp_sharding_strategy": "--expert-outer-dp-sharding-strategy",
+    "window_size": "--window-size",
+}
+"""Arguments that the engine plans and formulas do not, and their flags."""
 
 GLUE = "\0"
 """Stands for the blank between a flag and its value, where no line is broken."""
@@ -146,27 +157,53 @@ def main(
     args = model_arguments(words, problems) if preset or call.args else None
     if args is not None and args.optimizer_cpu_offload and described and described.host is None:
         problems.append("--optimizer-cpu-offload needs the host in the description of --machine")
+    if beside_ddp:
+        problems += problems_beside_ddp(call, args)
     if problems or args is None or described is None:
         raise refusal(problems)
 
-    limit = memory_limit * GIB if memory_limit else USABLE * described.memory_bytes
-    if beside_ddp:
-        return show_beside_ddp(args, num_gpus, described, limit)
+    limit = USABLE * described.memory_bytes
+    if memory_limit is not None:
+        limit = memory_limit * GIB
     choices = Choices(**limits)  # type: ignore[arg-type]  # checked above
+    plan = Plan(words, args, num_gpus, described, limit, choices)
     click.echo(f"{num_gpus} GPUs of {described.name}, {limit / GIB:.1f} GiB of each")
+    if beside_ddp:
+        show_beside_ddp(plan)
+    else:
+        show_settings(plan, show, picture)
+
+
+def show_settings(plan: Plan, num_wanted: int, picture: Path | None) -> None:
+    """Print the fastest settings that fit, or what would make the model fit.
+
+    Args:
+        plan: of the model.
+        num_wanted: settings to show.
+        picture: PNG of the first one to write; None: none.
+    """
     try:
-        found = search(words, args, num_gpus, described, limit, choices, show, click.echo)
+        found = search(
+            words=plan.words,
+            args=plan.args,
+            num_gpus=plan.num_gpus,
+            machine=plan.machine,
+            memory_limit=plan.memory_limit,
+            choices=plan.choices,
+            num_wanted=num_wanted,
+            say=click.echo,
+        )
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     if not found:
-        propose(Plan(words, args, num_gpus, described, limit, choices))
+        propose(plan)
         raise click.ClickException(
             "nothing fits: give more GPUs, another --machine or a larger --memory-limit"
         )
-    for line in (*table(found), *commands(found, described)):
+    for line in (*table(found), *commands(found, plan.machine)):
         click.echo(line)
     if picture is not None:
-        draw(found[0], limit, picture)
+        draw(found[0], plan.memory_limit, picture)
 
 
 def refusal(problems: list[str]) -> click.UsageError:
@@ -259,25 +296,43 @@ def problems_of_picture(picture: Path | None) -> Iterator[str]:
         yield "--picture needs matplotlib, which is not installed"
 
 
-def show_beside_ddp(
-    args: argparse.Namespace, num_gpus: int, machine: Cluster, limit: float
-) -> None:
-    """Print the fastest layouts of FSDP and of DDP, on fewer and on more GPUs too.
+def problems_beside_ddp(call: click.Context, args: argparse.Namespace | None) -> Iterator[str]:
+    """Yield what --beside-ddp cannot plan.
 
     Args:
-        args: the completed arguments of the model on one rank.
-        num_gpus: of the run.
-        machine: on which the model is trained.
-        limit: bytes of a GPU.
+        call: of the command.
+        args: the completed arguments of the model; None: there are none.
     """
-    numbers = [num_gpus * 2**power // 4 for power in range(5)]
+    given = given_options(call)
+    for name in ("level", "show", "picture"):
+        if name in given:
+            yield f"{given[name]} does not go with --beside-ddp, which compares levels 3 and 1"
+    if args is None:
+        return
+    if args.optimizer != "adam":
+        yield f"--optimizer {args.optimizer}: --beside-ddp plans adam alone; leave it out"
+    for name, flag in NOT_BY_FORMULAS.items():
+        if getattr(args, name):
+            yield f"{flag} cannot be planned by --beside-ddp; leave one of them out"
+
+
+def show_beside_ddp(plan: Plan) -> None:
+    """Print the fastest layouts of FSDP and of DDP, on fewer and on more GPUs too."""
+    args = plan.args
+    per_node = plan.machine.gpus_per_node
+    if next(candidates(args, plan.num_gpus, per_node, plan.choices), None) is None:
+        raise click.ClickException(no_mesh(args, plan.num_gpus, per_node, plan.choices))
+    numbers = {plan.num_gpus * 2**power // 4 for power in range(5)}
+    numbers.discard(0)
     found = choices_of(
         sizes=sizes_of_arguments(args),
         global_batch=args.global_batch_size,
-        machine=machine,
+        machine=plan.machine,
         software=replace(software_of_arguments(args), overlaps_data=True),
-        memory_limit=limit,
-        gpus=sorted({number for number in numbers if number}),
+        memory_limit=plan.memory_limit,
+        gpus=sorted(numbers),
+        recompute=recompute_of_arguments(args),
+        choices=plan.choices,
     )
     for line in choice_lines(found):
         click.echo(line)
@@ -331,7 +386,7 @@ def table(found: list[Prediction]) -> Iterator[str]:
     yield HEADER
     for number, each in enumerate(found, 1):
         chosen = each.candidate
-        recompute = "full" if chosen.recomputes else "none"
+        recompute = each.args.recompute_granularity or "none"
         yield (
             f"{number:>2}. {chosen.tensor:>2}  {chosen.pipeline:>2}  {chosen.context:>2}"
             f"  {chosen.expert:>2}  {chosen.level:>4}  {chosen.outer:>6}  {recompute:>9}"

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatron.fsdp import ShardingStrategy
+from megatron.planning.costs.model_sizes import ModelSizes, sizes_of_arguments
 
 LONGEST_PIPELINE = 16
+MICRO_BATCHES = (1, 2, 4)
 SHORTEST_PART = 4096
 """Tokens of a sequence that a context rank has at least."""
 
@@ -105,44 +107,110 @@ def candidates(
         gpus_per_node: the most tensor-parallel ranks.
         choices: what may be chosen.
     """
-    heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    longest = max(args.seq_length // SHORTEST_PART, 1)
+    sizes = sizes_of_arguments(args)
     of_experts = args.expert_data_parallel_sharding_strategy, args.expert_outer_dp_sharding_strategy
     has_own_strategy = any(of_experts)
-    meshes = product(
-        choices.tensor or _powers(min(gpus_per_node, heads)),
-        choices.pipeline or _powers(min(LONGEST_PIPELINE, args.num_layers)),
-        choices.context or _powers(longest),
-        choices.expert or _powers(args.num_experts or 1),
-    )
-    for tensor, pipeline, context, expert in meshes:
-        ends = layers_of_ends(args.num_layers, pipeline)
-        data_ranks = num_gpus // (tensor * pipeline * context)
-        is_whole = (
-            num_gpus % (tensor * pipeline * context) == 0
-            and num_gpus % (pipeline * expert) == 0
-            and heads % tensor == 0
-            and (args.num_experts or 1) % expert == 0
-            and args.ffn_hidden_size % tensor == 0
-            # Experts without ranks of their own are divided like other parameters.
-            and (expert > 1 or tensor == 1 or not args.num_experts)
-            and (expert > 1 or not has_own_strategy)
-            # A weight that two stages share needs values, which a simulation has not.
-            and (pipeline == 1 or args.untie_embeddings_and_output_weights)
-        )
-        if not is_whole or ends == (0, 0) or args.global_batch_size % data_ranks:
+    ways_of_recomputation: tuple[bool, ...] = (False, True)
+    if args.recompute_granularity == "full":
+        ways_of_recomputation = (True,)
+    for tensor, pipeline, context, expert in meshes(sizes, num_gpus, gpus_per_node, choices):
+        if expert == 1 and has_own_strategy:
             continue
-        for micro_batch, recomputes in product(choices.micro_batch or (1, 2, 4), (False, True)):
+        # A weight that two stages share needs values, which a simulation has not.
+        if pipeline > 1 and sizes.is_tied:
+            continue
+        data_ranks = num_gpus // (tensor * pipeline * context)
+        ends = None
+        if args.num_layers % pipeline:
+            ends = layers_of_ends(args.num_layers, pipeline)
+        num_copies = data_ranks * context // gpus_per_node
+        for micro_batch in choices.micro_batch or MICRO_BATCHES:
             if args.global_batch_size % (data_ranks * micro_batch):
                 continue
-            num_copies = data_ranks * context // gpus_per_node
-            for level, outer in _strategies(choices, num_copies):
-                if num_gpus % (pipeline * expert * outer) or data_ranks * context % outer:
-                    continue
-                yield Candidate(
-                    *(tensor, pipeline, context, expert, level, outer, recomputes, micro_batch),
-                    None if args.num_layers % pipeline == 0 else ends,
-                )
+            for recomputes in ways_of_recomputation:
+                for level, outer in _strategies(choices, num_copies):
+                    if num_gpus % (pipeline * expert * outer) or data_ranks * context % outer:
+                        continue
+                    yield Candidate(
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        context=context,
+                        expert=expert,
+                        level=level,
+                        outer=outer,
+                        recomputes=recomputes,
+                        micro_batch=micro_batch,
+                        layers_of_ends=ends,
+                    )
+
+
+def meshes(
+    sizes: ModelSizes, num_gpus: int, most_tensor: int, choices: Choices
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield tensor-parallel ranks, stages, context- and expert-parallel ranks that divide a model.
+
+    Args:
+        sizes: of the model.
+        num_gpus: of the run.
+        most_tensor: the most tensor-parallel ranks.
+        choices: what may be chosen.
+    """
+    num_experts = 1
+    if sizes.experts is not None:
+        num_experts = sizes.experts.number
+    longest = max(sizes.sequence // SHORTEST_PART, 1)
+    for tensor, pipeline, context, expert in product(
+        choices.tensor or powers(min(most_tensor, sizes.key_heads)),
+        choices.pipeline or powers(min(LONGEST_PIPELINE, sizes.layers)),
+        choices.context or powers(longest),
+        choices.expert or powers(num_experts),
+    ):
+        if num_gpus % (tensor * pipeline * context) or num_gpus % (pipeline * expert):
+            continue
+        if sizes.key_heads % tensor or sizes.ffn % tensor or num_experts % expert:
+            continue
+        if context > 1 and sizes.sequence % (2 * context):
+            continue
+        # Experts without ranks of their own are divided like other parameters.
+        if num_experts > 1 and tensor > 1 and expert == 1:
+            continue
+        if layers_of_ends(sizes.layers, pipeline) == (0, 0):
+            continue
+        yield tensor, pipeline, context, expert
+
+
+def no_mesh(args: argparse.Namespace, num_gpus: int, gpus_per_node: int, choices: Choices) -> str:
+    """Return the message that there is no candidate, with what to change.
+
+    Args:
+        args: the completed arguments of the model on one rank.
+        num_gpus: of the run.
+        gpus_per_node: the most tensor-parallel ranks.
+        choices: what may be chosen.
+    """
+    batch = args.global_batch_size
+
+    def has_candidates(number: int, of_batch: int) -> bool:
+        changed = argparse.Namespace(**vars(args) | {"global_batch_size": of_batch})
+        found = candidates(changed, number, gpus_per_node, choices)
+        return next(found, None) is not None
+
+    ways: list[str] = []
+    for numbers in (range(num_gpus - 1, 0, -1), range(num_gpus + 1, 2 * num_gpus + 1)):
+        for number in numbers:
+            if has_candidates(number, batch):
+                ways.append(f"--gpus {number}")
+                break
+    lower = batch // num_gpus * num_gpus
+    for of_batch in (lower, lower + num_gpus):
+        if of_batch and has_candidates(num_gpus, of_batch):
+            ways.append(f"--global-batch-size {of_batch}")
+    if not ways:
+        ways.append("fewer limits, or a batch that is a multiple of the data ranks")
+    return (
+        f"no mesh of {num_gpus} GPUs divides the model and a --global-batch-size of {batch}:"
+        f" give {' or '.join(ways)}"
+    )
 
 
 def layers_of_ends(num_layers: int, num_stages: int) -> tuple[int, int]:
@@ -165,6 +233,6 @@ def _strategies(choices: Choices, num_copies: int) -> Iterator[tuple[int, int]]:
             yield level, num_copies
 
 
-def _powers(most: int) -> list[int]:
+def powers(most: int) -> list[int]:
     """Return the powers of two up to ``most``."""
     return [2**number for number in range(most.bit_length()) if 2**number <= most]

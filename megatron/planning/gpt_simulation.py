@@ -6,12 +6,13 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.trace.recorder import TraceEntry
 from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.mcore_adapter.coded_weights import (
@@ -81,8 +82,9 @@ class StagePrediction:
         """Seconds in which compute waits for the communication of shards, and for their copies."""
         computed = self.step.compute_seconds - self.update.seconds
         computed *= self.num_microbatches / self.num_simulated
+        exposed = self.seconds - computed - self.update.seconds
         # Microbatches that were left out have fewer collectives beside them than those simulated.
-        return max(0.0, self.seconds - computed - self.update.seconds)
+        return max(0.0, exposed)
 
 
 def simulate_stage(
@@ -103,7 +105,8 @@ def simulate_stage(
     """
     costs = costs or GptCosts(args, machine)
     num_stages = args.pipeline_model_parallel_size
-    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    samples = args.micro_batch_size * args.data_parallel_size
+    num_microbatches = args.global_batch_size // samples
     num_ahead = min(num_stages - stage - 1, num_microbatches)
     num_simulated = num_microbatches
     if max_microbatches is not None:
@@ -118,20 +121,48 @@ def simulate_stage(
         simulating(seconds_of, contention=FITTED.contention) as simulator,
     ):
         model = sharded_skeleton(args, machine, simulator, costs)
-        update = plan_update(args, machine, model.module)
+        update = plan_update(args, machine, model.module, costs)
         simulator.change_memory(update.state_bytes)
         step = StepResult()
-        for order in (one_after_another(1, 0), one_after_another(num_simulated, num_ahead)):
+        first_order = one_after_another(1, 0)
+        order = one_after_another(num_simulated, num_ahead)
+        for of_step in (first_order, order):
             simulator.begin_simulated_step()
-            run_step(model, simulator, args, list(order), stage == 0, update)
+            run_step(
+                model=model,
+                simulator=simulator,
+                args=args,
+                order=list(of_step),
+                is_first_stage=stage == 0,
+                update=update,
+            )
             step = simulator.end_simulated_step()
+    return StagePrediction(
+        stage=stage,
+        step=step,
+        num_microbatches=num_microbatches,
+        num_simulated=num_simulated,
+        microbatch_seconds=_seconds_of_one(step),
+        update=update,
+        copies=_all_copies(step, num_microbatches - num_simulated),
+    )
+
+
+def _seconds_of_one(step: StepResult) -> float:
+    """Return the seconds of a microbatch, of one in the middle if there are several."""
     ends = step.backward_ends
-    of_one = ends[1] - ends[0] if len(ends) > 1 else ends[0]
-    copies = list(step.copies)
-    if num_simulated < num_microbatches:  # those left out copy what the second one does
-        second = [each for each in step.copies if ends[0] < each.launched <= ends[1]]
-        copies += (num_microbatches - num_simulated) * second
-    return StagePrediction(stage, step, num_microbatches, num_simulated, of_one, update, copies)
+    if len(ends) == 1:
+        return ends[0]
+    return ends[1] - ends[0]
+
+
+def _all_copies(step: StepResult, num_left_out: int) -> list[Copy]:
+    """Return the copies of a step, with those of microbatches that were not simulated."""
+    if not num_left_out:
+        return step.copies
+    begin, end, *_ = step.backward_ends
+    second = [each for each in step.copies if begin < each.launched <= end]
+    return step.copies + num_left_out * second
 
 
 def sharded_skeleton(
@@ -147,7 +178,8 @@ def sharded_skeleton(
     """
     on_meta = argparse.Namespace(**vars(args) | PLAIN)
     # Parameters of Transformer Engine's layers have the same sizes, but are made on a GPU only.
-    on_meta.transformer_impl, on_meta.moe_grouped_gemm = "local", False
+    on_meta.transformer_impl = "local"
+    on_meta.moe_grouped_gemm = False
     config = transformer_config(on_meta)
     on_meta.init_model_with_meta_device = True
     chunk = build_chunk(on_meta, config, args.padded_vocab_size, torch.device("meta"), None)
@@ -156,11 +188,20 @@ def sharded_skeleton(
     model = wrap(on_meta, config, chunk, device="meta")
     assert isinstance(model, FullyShardedDataParallel)
     engine = model.module
-    factors = {group: gathered_part(group, coded, code_bytes(args)) for group in engine.groups}
-    attach(simulator, engine, factors)
+    of_code = code_bytes(args)
+    parts: dict[ParamGroup, float] = {}
+    for group in engine.groups:
+        parts[group] = gathered_part(group, coded, of_code)
+    attach(simulator, engine, parts)
     follow_copies(simulator, engine, machine)
     units = [each.module for each in engine._units if each.module is not None]
-    make_skeleton(engine.module, units, simulator, costs.of, passed_weights(chunk))
+    make_skeleton(
+        root=engine.module,
+        units=units,
+        simulator=simulator,
+        cost_of=costs.of,
+        passed=passed_weights(chunk),
+    )
     if unwrap(chunk).post_process:
         engine.module.forward = _with_loss(engine.module.forward)
     return model
@@ -174,8 +215,11 @@ def _with_loss(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 def passed_weights(chunk: nn.Module) -> dict[nn.Module, tuple[nn.Module, str]]:
     """Return the module whose weight the output layer gets as an argument, if it has none."""
     gpt = unwrap(chunk)
-    is_tied = gpt.share_embeddings_and_output_weights and gpt.post_process and gpt.pre_process
-    return {gpt.output_layer: (gpt.embedding.word_embeddings, "weight")} if is_tied else {}
+    if not gpt.share_embeddings_and_output_weights:
+        return {}
+    if not (gpt.pre_process and gpt.post_process):
+        return {}
+    return {gpt.output_layer: (gpt.embedding.word_embeddings, "weight")}
 
 
 def one_after_another(num_microbatches: int, num_ahead: int) -> Iterator[bool]:
@@ -220,8 +264,11 @@ def run_step(
             outputs.append(model(activation))
             continue
         num_left -= 1
-        # Megatron-Core's schedules mark microbatches only where reductions overlap.
-        with model.no_sync() if num_left and args.overlap_grad_reduce else nullcontext():
+        context: AbstractContextManager[None] = nullcontext()
+        if num_left and args.overlap_grad_reduce:
+            # Megatron-Core's schedules mark microbatches only where reductions overlap.
+            context = model.no_sync()
+        with context:
             outputs.popleft().backward()
         simulator.step.backward_ends.append(simulator.elapsed)
     model.finish_grad_sync()

@@ -19,7 +19,7 @@ from typing import Any
 from megatron.pretrain.report.speed import PEAK_TFLOPS
 
 HOST_USABLE = 0.9
-"""Part of a host's memory that a plan may use."""
+"""Part of a host's memory that a plan may use; an estimate."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Host:
         memory_bytes_per_second: between all processors of a node and their memory.
         link_bytes_per_second: between that memory and one GPU, in one direction.
         disk_bytes_per_second: of all local disks of a node; None: unknown.
-        memory_efficiency: part of the memory's bandwidth that an optimizer reaches on all cores.
+        memory_efficiency: part of the memory's bandwidth that an optimizer reaches on all cores;
+            0.6 is an estimate.
     """
 
     cores: int
@@ -114,15 +115,29 @@ class Cluster:
         num_ranks = len(ranks)
         if num_ranks < 2:
             return 0.0
-        nodes = {rank // self.domain for rank in ranks}
-        per_node = num_ranks / len(nodes)
-        inside = num_bytes * (num_ranks - 1) / num_ranks / self.inside.bytes_per_second
-        between = num_bytes * (len(nodes) - 1) / len(nodes)
-        between /= per_node * self.between.bytes_per_second
-        link = self.between if len(nodes) > 1 else self.inside
-        inside = inside if per_node > 1 else 0.0
-        seconds = max(inside, between) / self.link_efficiency + ceil(log2(num_ranks)) * link.latency
-        return 2 * seconds if name == "all_reduce" else seconds
+        num_nodes = self._nodes_of(ranks)
+        per_node = num_ranks / num_nodes
+        inside = 0.0
+        if per_node > 1:
+            received = num_bytes * (num_ranks - 1) / num_ranks
+            inside = received / self.inside.bytes_per_second
+        received = num_bytes * (num_nodes - 1) / num_nodes
+        between = received / (per_node * self.between.bytes_per_second)
+        seconds = max(inside, between) / self.link_efficiency
+        seconds += ceil(log2(num_ranks)) * self._latency(num_nodes)
+        if name == "all_reduce":
+            return 2 * seconds
+        return seconds
+
+    def _nodes_of(self, ranks: Sequence[int]) -> int:
+        """Return the number of nodes, or racks, that ranks are on."""
+        return len({rank // self.domain for rank in ranks})
+
+    def _latency(self, num_nodes: int) -> float:
+        """Return the latency of the links that join ranks on so many nodes."""
+        if num_nodes > 1:
+            return self.between.latency
+        return self.inside.latency
 
     def exchange_seconds(self, num_bytes: float, ranks: Sequence[int], copies: int = 0) -> float:
         """Return the seconds of an all-to-all.
@@ -136,21 +151,26 @@ class Cluster:
         num_ranks = len(ranks)
         if num_ranks < 2:
             return 0.0
-        nodes = {rank // self.domain for rank in ranks}
-        here = num_ranks / len(nodes)
-        inside = num_bytes * (here - 1) / num_ranks / self.inside.bytes_per_second
-        between = num_bytes * (num_ranks - here) / num_ranks / self.between.bytes_per_second
+        num_nodes = self._nodes_of(ranks)
+        here = num_ranks / num_nodes
+        inside = num_bytes * (here - 1) / num_ranks
+        between = num_bytes * (num_ranks - here) / num_ranks
         if copies > 1:  # nodes that are different among so many, in the mean
-            others = 1 - 1 / len(nodes)
-            between *= len(nodes) * (1 - others**copies) / copies
-            inside = num_bytes * (num_ranks - 1) / num_ranks / self.inside.bytes_per_second
-        link = self.between if len(nodes) > 1 else self.inside
-        return max(inside, between) / self.link_efficiency + link.latency
+            others = 1 - 1 / num_nodes
+            between *= num_nodes * (1 - others**copies) / copies
+            inside = num_bytes * (num_ranks - 1) / num_ranks
+        inside /= self.inside.bytes_per_second
+        between /= self.between.bytes_per_second
+        seconds = max(inside, between) / self.link_efficiency
+        return seconds + self._latency(num_nodes)
 
     def message_seconds(self, num_bytes: float, distance: int) -> float:
         """Return the seconds of a message to the rank whose number differs by ``distance``."""
-        link = self.inside if distance < self.domain else self.between
-        return num_bytes / (link.bytes_per_second * self.link_efficiency) + link.latency
+        link = self.between
+        if distance < self.domain:
+            link = self.inside
+        per_second = link.bytes_per_second * self.link_efficiency
+        return num_bytes / per_second + link.latency
 
     def ranks_of_node(self, num_gpus: int) -> int:
         """Return the ranks that share a node in a run on so many GPUs."""
@@ -158,18 +178,22 @@ class Cluster:
 
     def host_share(self, num_gpus: int) -> float:
         """Return the bytes on a host that each of the ranks of a node may use."""
-        whole = inf if self.host is None else HOST_USABLE * self.host.memory_bytes
-        return whole / self.ranks_of_node(num_gpus)
+        if self.host is None:
+            return inf
+        usable = HOST_USABLE * self.host.memory_bytes
+        return usable / self.ranks_of_node(num_gpus)
 
     def copy_seconds(self, num_bytes: float) -> float:
         """Return the seconds of a copy between a GPU and its host."""
         assert self.host is not None
-        return num_bytes / (self.host.link_bytes_per_second * self.link_efficiency)
+        per_second = self.host.link_bytes_per_second * self.link_efficiency
+        return num_bytes / per_second
 
     def host_seconds(self, num_bytes: float) -> float:
         """Return the seconds in which a host moves its memory's bytes, so many for each GPU."""
         assert self.host is not None
-        per_second = self.host.memory_bytes_per_second * self.host.memory_efficiency
+        per_second = self.host.memory_bytes_per_second
+        per_second *= self.host.memory_efficiency
         return num_bytes * self.gpus_per_node / per_second
 
 
@@ -250,14 +274,15 @@ MACHINES = {
     "a100": _A100,
     # NVIDIA GB200 NVL72, data sheet: 72 GPUs, 13.4 TB, 576 TB/s, NVLink 130 TB/s.
     "gb200": _GB200,
-    # NVIDIA GB300 NVL72, data sheet: 72 GPUs, 20 TB, 576 TB/s; adapters of 800 Gb/s.
+    # NVIDIA GB300 NVL72, data sheet: 72 GPUs, 20 TB, 576 TB/s; adapters of 800 Gb/s. That is 278 GB
+    # of the 288 GB that each GPU's memory is named after, as 13.4 TB are 186 of 192 on GB200.
     "gb300": replace(
         _GB200,
         name="gb300",
-        memory_bytes=288 * 10**9,
+        memory_bytes=278 * 10**9,
         between=Link(100e9, 10e-6),
     ),
-    # The same chip as B200 with more memory: NVIDIA DGX B300, data sheet.
+    # NVIDIA DGX B300, data sheet, of 8 GPUs: 2.3 TB; FLOP/s in bf16 and FP8 are those of B200.
     "b300": replace(
         _B200,
         name="b300",
@@ -281,8 +306,14 @@ github.com/stas00/ml-engineering: maximum sustainable FLOPS of H200 (755 TFLOP/s
 H100) and B200 (1,429). These are 0.95 and 0.82 of the maximum achievable FLOPS in its table. FP8
 and GB200 are those of that table (FP8 on H100 0.709, on B200 0.763; GB200 0.729 and 0.723) times
 these. A100 is that of the table (271 of 312). Grace's cores have about 3/4 of the others' speed in
-one thread (3.1 to 3.4 GHz beside 3.8). Latencies and ``link_efficiency`` are assumptions."""
+one thread (3.1 to 3.4 GHz beside 3.8). Latencies and ``link_efficiency`` are estimates."""
 
+
+GENERATIONS = ("ampere", "hopper", "blackwell")
+"""Generations of GPUs for which the speed of attention is known."""
+
+WHOLE = ("gpus_per_node", "joined_gpus", "processors", "cores")
+"""Fields that are whole numbers."""
 
 PARTS = {"inside": Link, "between": Link, "host": Host}
 """Fields of a machine that are objects."""
@@ -309,28 +340,48 @@ def find_machine(name: str) -> Cluster:
     if problems:
         example = json.dumps(asdict(MACHINES["h100"]))
         raise ValueError(f"--machine {name}: {'; '.join(problems)}. An example: {example}")
-    parts = {name: kind(**values[name]) for name, kind in PARTS.items() if values.get(name)}
-    return Cluster(**{**values, **parts})
+    for part, kind in PARTS.items():
+        if values.get(part):
+            values[part] = kind(**values[part])
+    return Cluster(**values)
 
 
 def _problems_of(values: Any, kind: type = Cluster, place: str = "") -> list[str]:
     """Return the problems of an object of a machine's file, and of the objects inside of it."""
     if not isinstance(values, dict):
         return [f"{place.removesuffix('.') or 'the file'} expects an object"]
+    problems: list[str] = []
     declared = {field.name: field for field in fields(kind)}
-    needed = {name for name, field in declared.items() if field.default is MISSING}
-    problems = [f"unknown field {place}{name}" for name in sorted(set(values) - set(declared))]
-    problems += [f"no field {place}{name}" for name in sorted(needed - set(values))]
+    for name in sorted(set(values) - set(declared)):
+        problems.append(f"unknown field {place}{name}")
+    for name, field in declared.items():
+        if name not in values and field.default is MISSING:
+            problems.append(f"no field {place}{name}")
     for name in sorted(set(declared) & set(values)):
-        if values[name] is None and declared[name].default is None:
+        value = values[name]
+        if value is None and declared[name].default is None:
             continue
         if name in PARTS:
-            problems += _problems_of(values[name], PARTS[name], f"{name}.")
-        elif declared[name].type != "str" and _number_problem(values[name]):
-            problems.append(f"{place}{name}: {_number_problem(values[name])}")
+            problems += _problems_of(value, PARTS[name], f"{name}.")
+            continue
+        problem = _problem_of(name, value)
+        if problem:
+            problems.append(f"{place}{name}: {problem}")
     return problems
 
 
-def _number_problem(value: Any) -> str:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return "" if is_number and value > 0 else f"expects a number above 0 but got {value!r}"
+def _problem_of(name: str, value: Any) -> str:
+    """Return what is wrong with a value, or an empty text."""
+    if name == "name":
+        if not isinstance(value, str):
+            return f"expects a text but got {value!r}"
+        return ""
+    if name == "generation":
+        if value not in GENERATIONS:
+            return f"expects one of {', '.join(GENERATIONS)} but got {value!r}"
+        return ""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
+        return f"expects a number above 0 but got {value!r}"
+    if name in WHOLE and not isinstance(value, int):
+        return f"expects a whole number but got {value!r}"
+    return ""

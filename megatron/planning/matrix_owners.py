@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from megatron.fsdp.optimizer.matrix.owners import NEWTON_SCHULZ_STEPS, assign, cost_of
 from megatron.planning.machine import Cluster
@@ -41,7 +40,9 @@ class OwnerPlan:
     @property
     def imbalance(self) -> float:
         """The work of the rank with the most, in that of the mean."""
-        return self.most_flops / self.mean_flops if self.mean_flops else 1.0
+        if not self.mean_flops:
+            return 1.0
+        return self.most_flops / self.mean_flops
 
 
 def plan_owners(
@@ -67,28 +68,48 @@ def plan_owners(
         return OwnerPlan()
     costs = [cost_of(shape, itemsize, steps) for shape in shapes]
     rounds, _ = assign(costs, [ranks] * len(costs))
-    flops, momentum = Counter[int](), Counter[int]()
-    for index, owner in chain.from_iterable(rounds):
-        flops[owner] += costs[index].flops
-        momentum[owner] += costs[index].num_bytes
-    sizes = [max(costs[index].num_bytes for index, _ in pairs) for pairs in rounds]
     inner = ranks[: len(ranks) // num_replicas]
-    arrivals = [machine.exchange_seconds(2 * size, inner) for size in sizes]
-    returns = [machine.exchange_seconds(num_replicas * size, ranks) for size in sizes]
     per_second = machine.flops * machine.compute_efficiency
+    flops = Counter[int]()
+    momentum = Counter[int]()
+    sizes: list[int] = []
+    products: list[float] = []
+    arrivals: list[float] = []
+    returns: list[float] = []
+    for pairs in rounds:
+        most_flops = 0
+        size = 0
+        for index, owner in pairs:
+            cost = costs[index]
+            flops[owner] += cost.flops
+            momentum[owner] += cost.num_bytes
+            most_flops = max(most_flops, cost.flops)
+            size = max(size, cost.num_bytes)
+        sizes.append(size)
+        products.append(most_flops / per_second)
+        arrivals.append(machine.exchange_seconds(2 * size, inner))
+        returns.append(machine.exchange_seconds(num_replicas * size, ranks))
+    of_next = [*arrivals[1:], 0.0]
+    of_last = [0.0, *returns[:-1]]
     seconds = arrivals[0] + returns[-1]
-    for number, pairs in enumerate(rounds):
-        messages = sum(arrivals[number + 1 : number + 2])
-        messages += returns[number - 1] if number else 0.0
-        products = max(costs[index].flops for index, _ in pairs) / per_second
-        seconds += max(products, messages)
-    received = 2 * sum(sizes) * (len(inner) - 1) // len(inner)
-    sent = num_replicas * sum(sizes) * (len(ranks) - 1) // len(ranks)
+    for computing, arriving, returning in zip(products, of_next, of_last):
+        seconds += max(computing, arriving + returning)
+    all_sizes = sum(sizes)
+    received = 2 * all_sizes * (len(inner) - 1) // len(inner)
+    sent = num_replicas * all_sizes * (len(ranks) - 1) // len(ranks)
     return OwnerPlan(
         most_flops=max(flops.values()),
         mean_flops=sum(flops.values()) / len(ranks),
         momentum_bytes=max(momentum.values()),
-        round_bytes=2 * max(map(sum, zip(sizes, [*sizes[1:], 0]))),
+        round_bytes=_bytes_of_two_rounds(sizes),
         message_bytes=received + sent,
         seconds=seconds,
     )
+
+
+def _bytes_of_two_rounds(sizes: Sequence[int]) -> int:
+    """Return the most bytes of a round and the next one, each with a weight and its gradient."""
+    most = 0
+    for size, next_size in zip(sizes, [*sizes[1:], 0]):
+        most = max(most, 2 * (size + next_size))
+    return most

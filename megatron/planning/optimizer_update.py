@@ -1,17 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update of the optimizer: its seconds, and its memory on the device and on the host.
-
-[Note: bytes of an update] On the host Megatron-Core clips and updates by torch's AdamW, one
-operation after the other. These read and write, for each fp32 element:
-
-    norm of gradients             4   read
-    clipping                     16   a product, and its copy
-    weight decay                  8   read and written
-    first moment                 12   two read, one written
-    second moment                20   scaled, then two read and one written
-    its root, divided, and more  24   three operations on a temporary tensor
-    weight                       16   three read, one written
-"""
+"""The update of the optimizer: its seconds, and its memory on the device and on the host."""
 
 from __future__ import annotations
 
@@ -29,21 +17,11 @@ from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.optimizer.matrix.matrix_parts import OwnerRanks
 from megatron.mcore_adapter.core_optimizers import is_matrix
 from megatron.mcore_adapter.run.optimizer_names import MUON
+from megatron.planning.costs.update_bytes import ALL_BY_TORCH
+from megatron.planning.layer_costs import GptCosts
 from megatron.planning.machine import Cluster
 from megatron.planning.matrix_owners import OwnerPlan, plan_owners
 from megatron.pretrain.memory_estimate import host_bytes
-
-UPDATE_BYTES = 28
-"""Bytes that AdamW reads and writes for each fp32 weight in one pass: the gradient is read, the
-weight and both moments are read and written."""
-
-ADAMW_BYTES = 80
-HOST_UPDATE_BYTES = 20 + ADAMW_BYTES
-"""With clipping; see [Note: bytes of an update]."""
-
-FILE_BYTES = 40
-"""Bytes of files for each fp32 weight: the gradient is read for the norm, and read and written to
-be clipped, before the update in one pass."""
 
 
 @dataclass(frozen=True)
@@ -83,70 +61,102 @@ class PlannedUpdate:
     @property
     def imbalance(self) -> float:
         """The work of the owner with the most, in that of the mean."""
-        return max((each.imbalance for each in self.owners), default=1.0)
+        if not self.owners:
+            return 1.0
+        return max(each.imbalance for each in self.owners)
 
 
-def plan_update(args: argparse.Namespace, machine: Cluster, model: ShardedModule) -> PlannedUpdate:
+def plan_update(
+    args: argparse.Namespace, machine: Cluster, model: ShardedModule, costs: GptCosts
+) -> PlannedUpdate:
     """Plan the update of the rank that a simulation pretends to be.
 
     Args:
         args: the completed arguments.
         machine: on which the model is trained.
         model: sharded on the meta device.
+        costs: of the run.
     """
-    matrices = matrices_of(model) if args.optimizer in MUON else []
-    states = 1 if args.optimizer == "sgd" else 2
-    num_updated = state_bytes = num_bytes = num_elements = 0
+    num_updated = 0
+    state_bytes = 0
+    host = _host_use(args, machine, model)
     for group in model.groups:
-        size = group.layout.shard_size if group.requires_grad else 0
-        if group.memory.is_offloaded:
-            num_elements += size
-            whole = group.layout.shard_size, group.precision, group.requires_grad
-            num_bytes += host_bytes(*whole, states)
-        else:
+        if group.requires_grad and not group.memory.is_offloaded:
+            size = group.layout.shard_size
             num_updated += size
             state_bytes += size * _state_bytes(args, group.precision.main_param)
+    matrices: list[ShardedParam] = []
+    if args.optimizer in MUON:
+        matrices = matrices_of(model)
     for each in matrices:  # the others' state is not theirs
         shard = each.parameter.to_local()
         num_updated -= shard.numel()
         state_bytes -= shard.numel() * _state_bytes(args, shard.dtype)
+    seconds = costs.update_seconds(num_updated)
+    passing_bytes = num_updated * _copied_bytes(args)
     owners = tuple(_plan_owners(args, machine, model, matrices))
-    state_bytes += sum(each.momentum_bytes for each in owners)
-    on_device = num_updated * UPDATE_BYTES / machine.memory_bytes_per_second
-    on_device += sum(each.seconds for each in owners)
-    on_host = machine.host_seconds(num_elements * HOST_UPDATE_BYTES) if num_elements else 0.0
+    for owner in owners:
+        state_bytes += owner.momentum_bytes
+        seconds += owner.seconds
+    if owners:
+        passing_bytes = max(owner.round_bytes for owner in owners)
     return PlannedUpdate(
-        seconds=max(on_device, on_host),
+        seconds=max(seconds, host.update_seconds),
         state_bytes=state_bytes,
-        passing_bytes=max(
-            (each.round_bytes for each in owners), default=num_updated * _copied_bytes(args)
-        ),
-        host=HostUse(num_bytes, num_elements, update_seconds=on_host),
+        passing_bytes=passing_bytes,
+        host=host,
         owners=owners,
     )
+
+
+def _host_use(args: argparse.Namespace, machine: Cluster, model: ShardedModule) -> HostUse:
+    """Return the part of a rank that is on its host."""
+    states = 1 if args.optimizer == "sgd" else 2
+    num_bytes = 0
+    num_elements = 0
+    for group in model.groups:
+        if not group.memory.is_offloaded:
+            continue
+        size = group.layout.shard_size
+        num_bytes += host_bytes(size, group.precision, group.requires_grad, states)
+        if group.requires_grad:
+            num_elements += size
+    if not num_elements:
+        return HostUse(num_bytes)
+    seconds = machine.host_seconds(num_elements * ALL_BY_TORCH)
+    return HostUse(num_bytes, num_elements, seconds)
 
 
 def _state_bytes(args: argparse.Namespace, main: torch.dtype) -> int:
     """Return the bytes of optimizer state for a weight that no owner of a matrix has."""
     if args.use_precision_aware_optimizer:
         return int(args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize)
-    return main.itemsize if args.optimizer == "sgd" else 2 * main.itemsize
+    if args.optimizer == "sgd":
+        return main.itemsize
+    return 2 * main.itemsize
 
 
 def _copied_bytes(args: argparse.Namespace) -> int:
     """Return the bytes of fp32 copies of a weight's moments while FusedAdam updates them."""
     if not args.use_precision_aware_optimizer:
         return 0
-    dtypes = args.exp_avg_dtype, args.exp_avg_sq_dtype
+    dtypes = (args.exp_avg_dtype, args.exp_avg_sq_dtype)
     if dtypes == (torch.bfloat16, torch.bfloat16):
         return 0  # its kernel reads these
-    return sum(torch.float32.itemsize for each in dtypes if each != torch.float32)
+    num_copies = 2 - dtypes.count(torch.float32)
+    return num_copies * torch.float32.itemsize
 
 
 def matrices_of(model: ShardedModule) -> list[ShardedParam]:
     """Return the trained parameters of a sharded model that matrix optimizers update."""
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    return [each for each in map(sharded_param_of, trained) if is_matrix(each.compute)]
+    found: list[ShardedParam] = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        sharded = sharded_param_of(parameter)
+        if is_matrix(sharded.compute):
+            found.append(sharded)
+    return found
 
 
 def _plan_owners(
@@ -159,10 +169,11 @@ def _plan_owners(
     for axes, own in found.items():
         among = OwnerRanks(axes)
         numbers = dist.get_process_group_ranks(among.group)
+        partition = own[0].group.partition
         yield plan_owners(
-            [matrix.slice.shape for matrix in own],
-            [numbers[member] for member in among.members],
-            machine,
+            shapes=[matrix.slice.shape for matrix in own],
+            ranks=[numbers[member] for member in among.members],
+            machine=machine,
             steps=args.muon_num_ns_steps,
-            num_replicas=axes.num_data_ranks // own[0].group.partition.num_owned,
+            num_replicas=axes.num_data_ranks // partition.num_owned,
         )

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from megatron.planning.candidates import Choices
+from megatron.planning.costs.update_bytes import CLIPPED
 from megatron.planning.machine import Cluster
-from megatron.planning.optimizer_update import FILE_BYTES
-from megatron.planning.quick_estimate import QuickEstimate
 from megatron.planning.search import GIB, Prediction, estimates_of, model_arguments, search
 
 CHANGES = (
@@ -62,8 +61,10 @@ def proposals(plan: Plan) -> Iterator[Proposal]:
 
 
 def fixed(value: float, decimals: int) -> str:
-    """Return a number with so many decimals, or with two more where it would look like nothing."""
-    return f"{value:,.{decimals if value >= 10**-decimals else decimals + 2}f}"
+    """Return a number with so many decimals, or two more where it would look like nothing."""
+    if value < 10**-decimals:
+        decimals += 2
+    return f"{value:,.{decimals}f}"
 
 
 def described(found: Prediction) -> str:
@@ -74,7 +75,8 @@ def described(found: Prediction) -> str:
 
 def costs_of_update(found: Prediction) -> Iterator[str]:
     """Yield what the update of the optimizer needs beside the device's memory."""
-    machine, num_gpus = found.machine, found.args.world_size
+    machine = found.machine
+    num_gpus = found.args.world_size
     if found.host_bytes:
         node = found.host_bytes * machine.ranks_of_node(num_gpus) / GIB
         copies = max(stage.copy_seconds for stage in found.stages)
@@ -103,8 +105,21 @@ def _fastest(plan: Plan, flags: Sequence[str], machine: Cluster) -> Prediction |
     args = model_arguments(words, [])
     if args is None:
         return None
-    rest = plan.num_gpus, machine, plan.memory_limit, plan.choices, 1, lambda line: None
-    return next(iter(search(words, args, *rest)), None)
+    found = search(
+        words=words,
+        args=args,
+        num_gpus=plan.num_gpus,
+        machine=machine,
+        memory_limit=plan.memory_limit,
+        choices=plan.choices,
+        num_wanted=1,
+        say=_say_nothing,
+    )
+    return found[0] if found else None
+
+
+def _say_nothing(line: str) -> None:
+    """Take a line about a search of which no one is told."""
 
 
 def _in_files(plan: Plan) -> Iterator[Proposal]:
@@ -118,9 +133,10 @@ def _in_files(plan: Plan) -> Iterator[Proposal]:
     if found is None:
         return
     ranks = machine.ranks_of_node(plan.num_gpus)
-    traffic = ranks * max(
-        stage.copied_bytes + FILE_BYTES * stage.update.host.num_elements for stage in found.stages
-    )
+    traffic = 0
+    for stage in found.stages:
+        of_files = CLIPPED * stage.update.host.num_elements
+        traffic = max(traffic, ranks * (stage.copied_bytes + of_files))
     text = (
         "Memory(offload=folder), in a loop of your own:"
         f" {fixed(found.peak_bytes / GIB, 1)} GiB of each GPU and files of"
@@ -139,11 +155,11 @@ def _quantized(plan: Plan) -> Iterator[Proposal]:
         return
     every = estimates_of(plan.args, plan.num_gpus, plan.machine, plan.choices)
     for name, num_bytes in QUANTIZED.items():
-
-        def needs(each: QuickEstimate, saved: float = 1 - num_bytes / 8) -> float:
-            return each.num_bytes - saved * each.state_bytes
-
-        least = min(map(needs, every))
+        saved = 1 - num_bytes / 8
+        least = inf
+        for each in every:
+            needed = each.num_bytes - saved * each.state_bytes
+            least = min(least, needed)
         if least <= plan.memory_limit:
             yield Proposal(
                 f"{name} of torchao, in a loop of your own: about {fixed(least / GIB, 1)} GiB of"

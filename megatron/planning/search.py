@@ -11,7 +11,8 @@ from functools import cached_property
 
 import torch
 
-from megatron.planning.candidates import Candidate, Choices, candidates
+from megatron.planning.candidates import Candidate, Choices, candidates, no_mesh
+from megatron.planning.costs.gpu_kernels import FITTED
 from megatron.planning.gpt_simulation import StagePrediction, simulate_stage
 from megatron.planning.machine import Cluster
 from megatron.planning.quick_estimate import QuickEstimate, QuickEstimates, unlike_stages
@@ -84,11 +85,17 @@ class Prediction:
         args = self.args
         if args.pipeline_model_parallel_size == 1:
             return 0.0
-        tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
-        tokens //= args.tensor_model_parallel_size if args.sequence_parallel else 1
-        num_bytes = tokens * args.hidden_size * (2 if args.bf16 or args.fp16 else 4)
+        tokens = args.micro_batch_size * args.seq_length
+        tokens //= args.context_parallel_size
+        if args.sequence_parallel:
+            tokens //= args.tensor_model_parallel_size
+        of_element = 4
+        if args.bf16 or args.fp16:
+            of_element = 2
+        num_bytes = tokens * args.hidden_size * of_element
         distance = args.world_size // args.pipeline_model_parallel_size
-        return 2 * self.machine.message_seconds(num_bytes, distance)
+        seconds = self.machine.message_seconds(num_bytes, distance) / FITTED.link
+        return 2 * seconds
 
     @cached_property
     def seconds(self) -> float:
@@ -110,8 +117,11 @@ class Prediction:
     @cached_property
     def utilization(self) -> float:
         """Model FLOPs utilization: the part of the machine's FLOP/s that the model's need."""
-        flops = training_flops(self.args, self.args.global_batch_size)
-        return flops / (self.seconds * self.args.world_size * self.machine.flops)
+        args = self.args
+        flops = training_flops(args, args.global_batch_size)
+        per_second = flops / self.seconds
+        of_gpu = per_second / args.world_size
+        return of_gpu / self.machine.flops
 
 
 def model_arguments(words: Sequence[str], problems: list[str]) -> argparse.Namespace | None:
@@ -121,7 +131,7 @@ def model_arguments(words: Sequence[str], problems: list[str]) -> argparse.Names
         words: flags of ``pretrain_gpt.py``, without those that a search chooses.
         problems: gets everything that is wrong with them; then None is returned.
     """
-    given = [word.split("=")[0] for word in words]
+    given = {word.split("=")[0] for word in words}
     for flag, option in CHOSEN.items():
         if flag in given:
             problems.append(f"{flag} is chosen by the search: limit it by {option}")
@@ -147,13 +157,16 @@ def arguments_on(words: Sequence[str], num_gpus: int) -> argparse.Namespace:
     if chosen_loop(words) == MEGATRON_LM:
         args = loop_arguments(words, num_gpus)
     else:
+        # Nothing of it is imported to plan, and flags of FP8 need it to be there.
+        has_engine = importlib.util.find_spec("transformer_engine") is not None
+        for word in words:
+            if word.startswith(("--fp8", "--fp4")):
+                has_engine = True
         args, _ = parse_arguments(
             words,
             world_size=num_gpus,
             cuda=torch.cuda.is_available(),
-            # Nothing of it is imported to plan, and flags of FP8 need it to be there.
-            transformer_engine=importlib.util.find_spec("transformer_engine") is not None
-            or any(word.startswith(("--fp8", "--fp4")) for word in words),
+            transformer_engine=has_engine,
             emerging_optimizers=True,
         )
     try:
@@ -166,9 +179,19 @@ def arguments_on(words: Sequence[str], num_gpus: int) -> argparse.Namespace:
 def estimates_of(
     args: argparse.Namespace, num_gpus: int, machine: Cluster, choices: Choices
 ) -> list[QuickEstimate]:
-    """Return the quick estimates of all candidates."""
+    """Return the quick estimates of all candidates.
+
+    Args:
+        args: the completed arguments of the model on one rank.
+        num_gpus: of the run.
+        machine: on which the model is trained.
+        choices: what may be chosen.
+    """
     estimates = QuickEstimates(args, num_gpus, machine)
-    return [*map(estimates.of, candidates(args, num_gpus, machine.gpus_per_node, choices))]
+    found: list[QuickEstimate] = []
+    for candidate in candidates(args, num_gpus, machine.gpus_per_node, choices):
+        found.append(estimates.of(candidate))
+    return found
 
 
 def search(
@@ -198,21 +221,26 @@ def search(
     """
     every = estimates_of(args, num_gpus, machine, choices)
     if not every:
-        raise ValueError(
-            f"no mesh of {num_gpus} GPUs divides the model and a --global-batch-size of"
-            f" {args.global_batch_size}: give other --gpus, a batch that is a multiple of the data"
-            " ranks, or fewer limits"
-        )
+        raise ValueError(no_mesh(args, num_gpus, machine.gpus_per_node, choices))
     host_share = machine.host_share(num_gpus)
-    fitting = [
-        each for each in every if each.num_bytes <= memory_limit and each.host_bytes <= host_share
-    ]
+    fitting: list[QuickEstimate] = []
+    for each in every:
+        if each.num_bytes <= memory_limit and each.host_bytes <= host_share:
+            fitting.append(each)
     say(f"{len(every):,} settings, of which {len(fitting):,} are estimated to fit")
     if not fitting:
         least = min(each.num_bytes for each in every)
         say(f"the smallest one is estimated to need {least / GIB:.3g} GiB of each GPU")
     fitting.sort(key=lambda each: each.seconds)
-    return _simulated(words, fitting, args, num_gpus, machine, memory_limit, num_wanted)
+    return _simulated(
+        words=words,
+        estimates=fitting,
+        model=args,
+        num_gpus=num_gpus,
+        machine=machine,
+        memory_limit=memory_limit,
+        num_wanted=num_wanted,
+    )
 
 
 def _simulated(
@@ -226,21 +254,25 @@ def _simulated(
 ) -> list[Prediction]:
     """Simulate candidates until enough of them fit."""
     fitting: list[Prediction] = []
-    num_tries, too_small = 0, 1.0  # the estimates, by the largest factor that was found
+    num_tries = 0
+    too_small = 1.0  # the largest factor by which an estimate was
+    host_share = machine.host_share(num_gpus)
     for estimate in estimates:
         if len(fitting) == num_wanted or num_tries == MORE_TRIES * num_wanted:
             break
         if too_small * estimate.num_bytes > memory_limit:
             continue
-        flags = estimate.candidate.flags(bool(model.num_experts))
+        has_experts = bool(model.num_experts)
+        flags = [*words, *estimate.candidate.flags(has_experts)]
         try:
-            args = arguments_on([*words, *flags], num_gpus)
+            args = arguments_on(flags, num_gpus)
         except CommandLineError:  # the program would refuse them
             continue
         num_tries += 1
-        prediction = predict(estimate.candidate, [*words, *flags], args, machine)
-        too_small = max(too_small, prediction.peak_bytes / estimate.num_bytes)
-        fits_host = prediction.host_bytes <= machine.host_share(num_gpus)
+        prediction = predict(estimate.candidate, flags, args, machine)
+        factor = prediction.peak_bytes / estimate.num_bytes
+        too_small = max(too_small, factor)
+        fits_host = prediction.host_bytes <= host_share
         if prediction.peak_bytes <= memory_limit and fits_host:
             fitting.append(prediction)
     return sorted(fitting, key=lambda each: each.seconds)
@@ -249,7 +281,21 @@ def _simulated(
 def predict(
     candidate: Candidate, flags: list[str], args: argparse.Namespace, machine: Cluster
 ) -> Prediction:
-    """Simulate the first pipeline stage of a candidate, one from the middle, and the last one."""
-    stages = unlike_stages(args.pipeline_model_parallel_size)
-    predictions = [simulate_stage(args, machine, stage) for stage in stages]
-    return Prediction(candidate, flags, args, machine, predictions)
+    """Simulate the first pipeline stage of a candidate, one from the middle, and the last one.
+
+    Args:
+        candidate: the settings.
+        flags: of ``pretrain_gpt.py``.
+        args: the completed arguments.
+        machine: on which the model is trained.
+    """
+    stages: list[StagePrediction] = []
+    for stage in unlike_stages(args.pipeline_model_parallel_size):
+        stages.append(simulate_stage(args, machine, stage))
+    return Prediction(
+        candidate=candidate,
+        flags=flags,
+        args=args,
+        machine=machine,
+        stages=stages,
+    )

@@ -10,19 +10,18 @@ the layouts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron.planning.candidates import MICRO_BATCHES, Choices, meshes
 from megatron.planning.costs.layer_memory import FULL, NONE
 from megatron.planning.costs.model_sizes import ModelSizes, RunLayout
 from megatron.planning.costs.software import Software
 from megatron.planning.costs.step_formula import FormulaStep, StepFormula
 from megatron.planning.machine import Cluster
 
-LONGEST_PIPELINE = 16
-MICRO_BATCHES = (1, 2, 4)
+MOST_TENSOR = 8
 VIRTUAL_STAGES = (1, 2, 4, 8)
-SHORTEST_PART = 4096
-"""Tokens of a sequence that a context rank has at least."""
+ANY = Choices()
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,8 @@ def choices_of(
     software: Software,
     memory_limit: float,
     gpus: list[int],
+    recompute: str = NONE,
+    choices: Choices = ANY,
 ) -> list[Choice]:
     """Return the fastest layouts for several numbers of GPUs.
 
@@ -77,13 +78,15 @@ def choices_of(
         software: of the run.
         memory_limit: bytes of a GPU.
         gpus: numbers of GPUs.
+        recompute: what the backward computes again where whole layers are not recomputed.
+        choices: what may be chosen.
     """
     found: list[Choice] = []
     for number in gpus:
         best: dict[bool, ChosenLayout] = {}
-        for mesh in meshes_of(sizes, global_batch, machine, number):
-            for recompute in (NONE, FULL):
-                formula = StepFormula(sizes, mesh, machine, software, recompute)
+        for mesh in layouts_of(sizes, global_batch, machine, number, choices):
+            for way in dict.fromkeys((recompute, FULL)):
+                formula = StepFormula(sizes, mesh, machine, software, way)
                 step = formula.step()
                 if step.peak_bytes > memory_limit:
                     continue
@@ -94,66 +97,55 @@ def choices_of(
     return found
 
 
-def meshes_of(
-    sizes: ModelSizes, global_batch: int, machine: Cluster, gpus: int
+def layouts_of(
+    sizes: ModelSizes, global_batch: int, machine: Cluster, gpus: int, choices: Choices
 ) -> Iterator[RunLayout]:
-    """Yield layouts of FSDP and of DDP whose sizes divide what they must.
+    """Yield layouts of FSDP in one stage, and of DDP with virtual stages.
 
     Args:
         sizes: of the model.
         global_batch: sequences of a step.
         machine: on which it is trained.
         gpus: number of GPUs.
+        choices: what may be chosen.
     """
-    experts = sizes.experts.number if sizes.experts else 1
-    for tensor in _powers(min(8, machine.domain, sizes.key_heads)):
-        for context in _powers(max(1, sizes.sequence // SHORTEST_PART)):
-            for pipeline in _powers(min(LONGEST_PIPELINE, sizes.layers)):
-                ranks = tensor * context * pipeline
-                if gpus % ranks or global_batch % (gpus // ranks):
-                    continue
-                for expert in _powers(experts):
-                    if gpus // pipeline % expert or (experts > 1 and tensor > 1 and expert == 1):
-                        continue
-                    yield from _meshes_on(
-                        sizes, global_batch, gpus, (tensor, context, pipeline, expert)
-                    )
-
-
-def _meshes_on(
-    sizes: ModelSizes, global_batch: int, gpus: int, ranks: tuple[int, int, int, int]
-) -> Iterator[RunLayout]:
-    """Yield the layouts with given ranks: of FSDP in one stage, and of DDP with virtual stages."""
-    tensor, context, pipeline, expert = ranks
-    data = gpus // (tensor * context * pipeline)
-    for micro_batch in MICRO_BATCHES:
-        if global_batch % (data * micro_batch):
-            continue
-        for virtual in VIRTUAL_STAGES:
-            is_divided = sizes.layers % (pipeline * virtual) == 0
-            if virtual > 1 and (pipeline == 1 or not is_divided):
+    for tensor, pipeline, context, expert in meshes(
+        sizes, gpus, min(MOST_TENSOR, machine.domain), choices
+    ):
+        data = gpus // (tensor * context * pipeline)
+        for micro_batch in choices.micro_batch or MICRO_BATCHES:
+            if global_batch % (data * micro_batch):
                 continue
-            for is_fsdp in (True, False):
-                if is_fsdp and pipeline > 1:
-                    continue
-                yield RunLayout(
-                    gpus=gpus,
-                    tensor=tensor,
-                    pipeline=pipeline,
-                    virtual=virtual,
-                    context=context,
-                    expert=expert,
-                    level=3 if is_fsdp else 1,
-                    micro_batch=micro_batch,
-                    global_batch=global_batch,
-                    is_sequence_parallel=tensor > 1,
-                    is_fsdp=is_fsdp,
-                )
+            layout = RunLayout(
+                gpus=gpus,
+                tensor=tensor,
+                pipeline=pipeline,
+                context=context,
+                expert=expert,
+                micro_batch=micro_batch,
+                global_batch=global_batch,
+                is_sequence_parallel=tensor > 1,
+            )
+            if pipeline == 1:
+                yield layout
+            for virtual in VIRTUAL_STAGES:
+                if is_interleaved(sizes, layout, virtual):
+                    yield replace(layout, virtual=virtual, level=1, is_fsdp=False)
 
 
-def _powers(most: int) -> list[int]:
-    """Return the powers of two up to ``most``."""
-    return [2**number for number in range(most.bit_length()) if 2**number <= most]
+def is_interleaved(sizes: ModelSizes, layout: RunLayout, virtual: int) -> bool:
+    """Return True if Megatron-Core runs a layout with so many virtual stages.
+
+    Args:
+        sizes: of the model.
+        layout: of the run.
+        virtual: stages of each pipeline stage.
+    """
+    if virtual == 1:
+        return True
+    if layout.pipeline == 1 or layout.num_microbatches % layout.pipeline:
+        return False
+    return sizes.layers % (layout.pipeline * virtual) == 0
 
 
 def choice_lines(found: list[Choice]) -> Iterator[str]:
@@ -163,7 +155,7 @@ def choice_lines(found: list[Choice]) -> Iterator[str]:
     for choice in found:
         for name, layout in (("FSDP", choice.fsdp), ("DDP", choice.ddp)):
             if layout is None:
-                yield f"{choice.gpus:>6}  {name:<4}  does not fit"
+                yield f"{choice.gpus:>6}  {name:<4}  no layout fits"
                 continue
             mesh, step = layout.mesh, layout.step
             yield (

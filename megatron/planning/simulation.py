@@ -95,12 +95,20 @@ class StepResult:
     @property
     def compute_seconds(self) -> float:
         """Seconds in which compute was busy."""
-        return sum(each.end - each.begin for each in self.intervals if each.stream == COMPUTE)
+        seconds = 0.0
+        for each in self.intervals:
+            if each.stream == COMPUTE:
+                seconds += each.end - each.begin
+        return seconds
 
     @property
     def exposed_seconds(self) -> float:
         """Seconds in which compute waited for communication, and for copies to the host."""
         return self.seconds - self.compute_seconds
+
+
+def _no_seconds(entry: TraceEntry) -> float:
+    return 0.0
 
 
 class Simulator(Recorder):
@@ -125,7 +133,7 @@ class Simulator(Recorder):
         self.num_bytes = 0
         self.step = StepResult()
         self._step_began = 0.0
-        self._collective_seconds = collective_seconds or (lambda entry: 0.0)
+        self._collective_seconds = collective_seconds or _no_seconds
         self._streams: dict[str, float] = {}
         self._current: str | None = None  # the stream that work is given; None: compute's
         self.parts: dict[int, float] = {}  # of flat buffers that stand for fewer bytes, by storage
@@ -145,10 +153,16 @@ class Simulator(Recorder):
     ) -> TraceEntry:
         """Record, and count the bytes of flat storage."""
         entry = super().add(track, name, unit, operands)
-        parts = [self.parts.get(each.untyped_storage()._cdata, 1.0) for each in operands]
-        entry.num_bytes = int(entry.num_bytes * max(parts, default=1.0))
-        if track == STORAGE:
-            self.change_memory(entry.num_bytes if name == "allocate" else -entry.num_bytes)
+        part = 0.0
+        for operand in operands:
+            storage = operand.untyped_storage()
+            part = max(part, self.parts.get(storage._cdata, 1.0))
+        if operands:
+            entry.num_bytes = int(entry.num_bytes * part)
+        if track == STORAGE and name == "allocate":
+            self.change_memory(entry.num_bytes)
+        elif track == STORAGE:
+            self.change_memory(-entry.num_bytes)
         return entry
 
     def begin_collective(
@@ -162,7 +176,7 @@ class Simulator(Recorder):
 
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
         """Run collectives one after another on a stream, as the engine's streams do."""
-        self._streams[stream_name] = max(self._streams.get(stream_name, 0.0), self.compute)
+        self._streams[stream_name] = self._when_free(stream_name)
         self._current = stream_name
         try:
             for collective in collectives:
@@ -174,25 +188,42 @@ class Simulator(Recorder):
                 self._add(stream_name, entry.name, entry.unit, entry.begin, entry.end)
         finally:
             self._current = None
-        return Pending(partial(self._wait_until, self._streams[stream_name]))
+        return self._pending(self._streams[stream_name])
+
+    def _when_free(self, stream_name: str) -> float:
+        """Return the time at which a stream begins what it is given now."""
+        free = self._streams.get(stream_name, 0.0)
+        return max(free, self.compute)
+
+    def _pending(self, end: float) -> Pending:
+        """Return work that ends at a time."""
+        return Pending(partial(self._wait_until, end))
 
     def _wait_until(self, end: float) -> None:
         """Let the current stream wait."""
         if self._current is None:
             self.compute = max(self.compute, end)
-        else:
-            self._streams[self._current] = max(self._streams[self._current], end)
+            return
+        reached = self._streams[self._current]
+        self._streams[self._current] = max(reached, end)
 
     # ---- the model's calls
 
     def spend(self, seconds: float, name: str, unit: str) -> None:
-        """Let compute work for some seconds, and longer beside collectives."""
+        """Let compute work for some seconds, and longer beside collectives.
+
+        Args:
+            seconds: that the work takes alone.
+            name: of the work.
+            unit: name of its unit.
+        """
         busy = 0.0
         for end in self._streams.values():
-            busy = max(busy, min(end - self.compute, seconds))
-        seconds += self._contention * busy
-        self._add(COMPUTE, name, unit, self.compute, self.compute + seconds)
-        self.compute += seconds
+            beside = min(end - self.compute, seconds)
+            busy = max(busy, beside)
+        begin = self.compute
+        self.compute += seconds + self._contention * busy
+        self._add(COMPUTE, name, unit, begin, self.compute)
 
     def change_memory(self, num_bytes: int) -> None:
         """Count bytes that are allocated, or released if negative."""
@@ -201,25 +232,39 @@ class Simulator(Recorder):
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Count the bytes of a tensor until it is gone."""
-        num_bytes = tensor.numel() * tensor.element_size()
+        num_bytes = tensor.nbytes
         self.change_memory(num_bytes)
-        weakref.finalize(tensor, self.change_memory, -num_bytes).atexit = False
+        released = weakref.finalize(tensor, self.change_memory, -num_bytes)
+        released.atexit = False
 
     def copy(self, stream_name: str, num_bytes: int, seconds: float) -> Pending:
-        """Copy between the device and the host on a stream."""
-        begin = max(self._streams.get(stream_name, 0.0), self.compute)
-        self._streams[stream_name] = begin + seconds
-        self._add(HOST, stream_name, "", begin, begin + seconds)
+        """Copy between the device and the host on a stream.
+
+        Args:
+            stream_name: of the direction.
+            num_bytes: that are copied.
+            seconds: that it takes.
+        """
+        begin = self._when_free(stream_name)
+        end = begin + seconds
+        self._streams[stream_name] = end
+        self._add(HOST, stream_name, "", begin, end)
         self.step.copies.append(Copy(self.elapsed, num_bytes, seconds))
-        return Pending(partial(self._wait_until, begin + seconds))
+        return self._pending(end)
 
     def wait_for_stream(self, stream_name: str) -> None:
         """Let compute wait for everything that a stream was given."""
         self._wait_until(self._streams.get(stream_name, 0.0))
 
     def _add(self, stream: str, name: str, unit: str, begin: float, end: float) -> None:
-        began = self._step_began
-        self.step.intervals.append(Interval(stream, name, unit, begin - began, end - began))
+        interval = Interval(
+            stream=stream,
+            name=name,
+            unit=unit,
+            begin=begin - self._step_began,
+            end=end - self._step_began,
+        )
+        self.step.intervals.append(interval)
 
     # ---- steps
 
@@ -265,11 +310,16 @@ def attach(
     """Let the streams of a sharded model be those of a simulator, and count its weights.
 
     The recorder was started before the model was sharded, so flat buffers are counted already.
-    ``parts`` of the bytes of a group's weights are gathered, where they are stored as codes.
+
+    Args:
+        simulator: the clock and the memory.
+        model: sharded on the meta device.
+        parts: of the bytes of a group's weights that are gathered, where they are stored as codes.
     """
+    parts = parts or {}
     for group in model.groups:
         storage = group.compute.flat.untyped_storage()
-        part = (parts or {}).get(group, 1.0)
+        part = parts.get(group, 1.0)
         simulator.parts[storage._cdata] = part
         simulator.change_memory(int((part - 1.0) * storage.nbytes()))
         group.communicator.streams = simulator  # type: ignore[assignment]  # it launches alike
@@ -280,9 +330,11 @@ def attach(
 
 def shard_bytes(group: ParamGroup) -> int:
     """Return the device's bytes of shards of weights that are not in the flat buffer of a group."""
-    storages = {}
-    main = () if group.memory.is_offloaded else (group.main_shard,)
-    for shard in (*main, group.compute_shard):
-        storages[shard.untyped_storage()._cdata] = shard.numel() * shard.element_size()
+    shards = [group.compute_shard]
+    if not group.memory.is_offloaded:
+        shards.append(group.main_shard)
+    storages: dict[int, int] = {}
+    for shard in shards:
+        storages[shard.untyped_storage()._cdata] = shard.nbytes
     storages.pop(group.compute.flat.untyped_storage()._cdata, None)
     return sum(storages.values())

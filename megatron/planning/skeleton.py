@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +71,8 @@ class Operation:
         self.simulator.spend(self.cost.backward, "backward", self.name)
         for gradient in gradients:
             self.simulator.hold(gradient)
-        self.simulator.change_memory(-self.cost.kept_bytes - self.cost.recomputed_bytes)
+        released = self.cost.kept_bytes + self.cost.recomputed_bytes
+        self.simulator.change_memory(-released)
 
 
 class _Use(torch.autograd.Function):
@@ -89,12 +89,15 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        needed = ctx.needs_input_grad[2:]
-        gradients = [
-            torch.empty_like(parameter) if is_needed else None
-            for parameter, is_needed in zip(ctx.parameters, needed)
-        ]
-        ctx.operation.backward([each for each in gradients if each is not None])
+        gradients: list[torch.Tensor | None] = []
+        for parameter, is_needed in zip(ctx.parameters, ctx.needs_input_grad[2:]):
+            gradient = None
+            if is_needed:
+                gradient = torch.empty_like(parameter)
+            gradients.append(gradient)
+        made = [each for each in gradients if each is not None]
+        ctx.operation.backward(made)
+        del made
         ctx.parameters = ()
         return None, torch.empty_like(grads[0]), *gradients
 
@@ -116,11 +119,13 @@ def make_skeleton(
         passed: modules without units inside that get a parameter as an argument: the module that
             owns it, and its name there.
     """
-    inside = {*units, *(passed or {})}
+    plan = _Plan(simulator, cost_of, {*units}, passed or {})
+    forwards: dict[nn.Module, _Forward] = {}
     for name, module in root.named_modules():
-        if module is root or module in inside:
-            steps = [*_steps(module, inside, simulator, cost_of, passed or {}, name)]
-            module.forward = _Forward(steps)
+        if module is root or plan.is_called_by_itself(module):
+            forwards[module] = _Forward([*plan.steps(module, name)])
+    for module, forward in forwards.items():
+        module.forward = forward
 
 
 class _Forward:
@@ -135,45 +140,66 @@ class _Forward:
         return activation
 
 
-def _steps(
-    module: nn.Module,
-    units: set[nn.Module],
-    simulator: Simulator,
-    cost_of: Callable[[nn.Module], Cost],
-    passed: Mapping[nn.Module, tuple[nn.Module, str]],
-    name: str,
-) -> Iterator[Step]:
-    """Yield what a module does, one step after the other."""
-    below = [each for each in module.modules() if each is not module and each in units]
-    if not below:
-        yield _use(module, Operation(simulator, name, cost_of(module)), recurse=True)
-        return
-    if any(True for _ in module.named_parameters(recurse=False)):
-        yield _use(module, Operation(simulator, name, NO_COST), recurse=False)
-    for child_name, child in module.named_children():
-        if child in passed:
-            yield partial(_call_with, child, *passed[child])
-        elif child in units:
-            yield child
-        else:
-            inner = f"{name}.{child_name}" if name else child_name
-            yield from _steps(child, units, simulator, cost_of, passed, inner)
+@dataclass(frozen=True)
+class _Plan:
+    """The steps of the modules of a skeleton.
+
+    Args:
+        simulator: the clock and the memory.
+        cost_of: returns the cost of a module without units inside.
+        units: modules that are units.
+        passed: modules that get a parameter as an argument: its owner, and its name there.
+    """
+
+    simulator: Simulator
+    cost_of: Callable[[nn.Module], Cost]
+    units: set[nn.Module]
+    passed: Mapping[nn.Module, tuple[nn.Module, str]]
+
+    def is_called_by_itself(self, module: nn.Module) -> bool:
+        """Return True if a module has a forward of its own."""
+        return module in self.units or module in self.passed
+
+    def _has_units_inside(self, module: nn.Module) -> bool:
+        for inner in module.modules():
+            if inner is not module and self.is_called_by_itself(inner):
+                return True
+        return False
+
+    def steps(self, module: nn.Module, name: str) -> Iterator[Step]:
+        """Yield what a module does, one step after the other."""
+        if not self._has_units_inside(module):
+            operation = Operation(self.simulator, name, self.cost_of(module))
+            yield _use([*module.modules()], operation)
+            return
+        if next(module.named_parameters(recurse=False), None) is not None:
+            yield _use([module], Operation(self.simulator, name, NO_COST))
+        for child_name, child in module.named_children():
+            if child in self.passed:
+                yield _call_with(child, *self.passed[child])
+            elif child in self.units:
+                yield child
+            else:
+                inner_name = f"{name}.{child_name}" if name else child_name
+                yield from self.steps(child, inner_name)
 
 
-def _call_with(
-    module: nn.Module, owner: nn.Module, name: str, activation: torch.Tensor
-) -> torch.Tensor:
-    """Call a module with a parameter of another one as an argument."""
-    result: torch.Tensor = module(activation, getattr(owner, name))
-    return result
+def _call_with(module: nn.Module, owner: nn.Module, name: str) -> Step:
+    """Return the step that calls a module with a parameter of another one as an argument."""
+
+    def call(activation: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = module(activation, getattr(owner, name))
+        return result
+
+    return call
 
 
-def _use(module: nn.Module, operation: Operation, recurse: bool) -> Step:
-    """Return the step that uses all parameters in a module."""
-    owners = module.modules() if recurse else [module]
+def _use(owners: Sequence[nn.Module], operation: Operation) -> Step:
+    """Return the step that uses all parameters that some modules own."""
     read: list[tuple[nn.Module, str]] = []
     for owner in owners:
-        read += [(owner, name) for name, _ in owner.named_parameters(recurse=False)]
+        for name, _ in owner.named_parameters(recurse=False):
+            read.append((owner, name))
 
     def use(activation: torch.Tensor, *passed: nn.Parameter) -> torch.Tensor:
         parameters = [getattr(owner, name) for owner, name in read]

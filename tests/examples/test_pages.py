@@ -164,7 +164,9 @@ COMMAND_PAGES = {
     "docs/checkpoints_at_urls.md": CommandPage(
         replaced=(("s3://", "local://{folder}/"), ("node 8", "node 2"), (" ... ", f" {LLAMA} "))
     ),
-    "docs/planning.md": CommandPage(),
+    "docs/planning.md": CommandPage(
+        replaced=(("tests/planning/", f"{ROOT}/tests/planning/"),),
+    ),
     "docs/data_and_tokenizers.md": CommandPage(),
     "docs/coming_from_megatron_lm.md": CommandPage(pasted_losses=12),
 }

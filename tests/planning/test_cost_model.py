@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from megatron.planning.costs.gpu_kernels import Fitted, Kernels, part_of_tiles
-from megatron.planning.costs.layer_memory import FULL, LayerMemory
+from megatron.planning.costs.layer_memory import FULL, NONE, LayerMemory
+from megatron.planning.costs.layer_seconds import LayerWork
 from megatron.planning.costs.model_sizes import ExpertSizes, ModelSizes, RunLayout
+from megatron.planning.costs.pipeline_stages import stages_of
 from megatron.planning.costs.software import Software
-from megatron.planning.costs.step_formula import FormulaStep, StepFormula, stages_of
+from megatron.planning.costs.step_formula import FormulaStep, StepFormula
 from megatron.planning.machine import MACHINES, Cluster
 from megatron.planning.sharding_choice import Choice, ChosenLayout, choices_of, turn_of
 
@@ -187,3 +189,70 @@ def test_the_turn_is_where_the_faster_one_changes() -> None:
     found = [Choice(8, layout(1.0), layout(2.0)), Choice(16, layout(1.0), layout(0.5))]
     assert turn_of(found) == "FSDP is faster below 16 GPUs, DDP with TP and PP from there on"
     assert turn_of(found[:1]) == "FSDP is faster on all of these numbers of GPUs"
+
+
+def test_a_slower_host_launches_the_output_later() -> None:
+    machine = replace(H100, host_speed=0.5)
+    mesh = RunLayout(8)
+    usual = LayerWork(MODEL, mesh, H100, Software()).of_output().host
+    slow = LayerWork(MODEL, mesh, machine, Software()).of_output().host
+    assert slow.forward == pytest.approx(2 * usual.forward)
+
+
+def test_messages_between_stages_are_sent_for_each_virtual_stage() -> None:
+    software = Software(overlaps_data=False)
+    slow = replace(H100, between=replace(H100.between, bytes_per_second=1e9))
+
+    def lost(virtual: int) -> float:
+        """Return the seconds that slow links cost."""
+        mesh = {"pipeline": 8, "virtual": virtual, "level": 1, "is_fsdp": False}
+        mesh |= {"gpus": 64, "global_batch": 64}
+        fast = seconds_of(software=software, **mesh)
+        return seconds_of(software=software, machine=slow, **mesh) - fast
+
+    assert lost(2) > 1.5 * lost(1)
+
+
+def test_level_2_gathers_once_a_step_and_level_3_with_each_microbatch() -> None:
+    slow = replace(H100, inside=replace(H100.inside, bytes_per_second=10e9))
+
+    def exposed(level: int, global_batch: int) -> float:
+        mesh = RunLayout(8, level=level, global_batch=global_batch)
+        return StepFormula(MODEL, mesh, slow, Software()).step().exposed_seconds
+
+    for level in (2, 3):
+        assert exposed(level, 64) > exposed(level, 8)  # gradients are reduced each time
+    assert exposed(2, 64) < 0.7 * exposed(3, 64)
+
+
+def test_a_part_of_recomputed_layers_needs_the_memory_of_a_whole_one() -> None:
+    memory = LayerMemory(MODEL, RunLayout(8), Software(), FULL, part=0.5)
+    whole = memory.whole_layer(False) - memory.input_bytes
+    assert memory.recomputed(False) == whole
+    assert replace(memory, part=1.0).recomputed(False) == whole
+    assert replace(memory, recompute=NONE).recomputed(False) == 0
+
+
+def test_a_layer_that_predicts_further_tokens_has_weights_and_activations() -> None:
+    mesh = RunLayout(8, global_batch=8)
+    one = StepFormula(MODEL, mesh, H100, Software()).step()
+    more = replace(MODEL, predicted_tokens=1)
+    two = StepFormula(more, mesh, H100, Software()).step()
+    layer = (MODEL.attention_weights + MODEL.dense_weights) / 8
+    kept = LayerMemory(MODEL, mesh, Software()).kept(False)
+    assert two.peak_bytes - one.peak_bytes > 16 * layer + kept
+
+
+def test_fp32_is_slower_and_larger_than_bf16() -> None:
+    plain = Software(compute_bytes=4, weight_bytes=4, gather_bytes=4)
+    mesh = RunLayout(8, global_batch=8, level=1, is_fsdp=False)
+    half = StepFormula(MODEL, mesh, H100, Software()).step()
+    full = StepFormula(MODEL, mesh, H100, plain).step()
+    assert full.seconds > 1.7 * half.seconds
+    assert full.peak_bytes > 1.2 * half.peak_bytes
+    kept = LayerMemory(MODEL, mesh, Software()).kept(False)
+    assert LayerMemory(MODEL, mesh, plain).kept(False) == 2 * kept
+
+
+def test_experts_with_fewer_ranks_than_copies_are_reduced_among_these() -> None:
+    assert seconds_of(EXPERTS, expert=32, copies=8) > 0

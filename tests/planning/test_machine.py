@@ -65,6 +65,7 @@ def test_a_host_is_shared_by_the_gpus_of_its_node(tmp_path: Path) -> None:
 
 def test_everything_wrong_with_a_file_is_told(tmp_path: Path) -> None:
     values = asdict(MACHINES["h100"]) | {"flops": -1, "inside": 3, "colour": "red"}
+    values |= {"generation": "turing", "processors": 1.5}
     values["between"]["latency"] = "short"
     values["host"]["disk_bytes_per_second"] = "fast"
     del values["gpus_per_node"], values["host"]["cores"]
@@ -79,6 +80,8 @@ def test_everything_wrong_with_a_file_is_told(tmp_path: Path) -> None:
         "flops: expects a number above 0 but got -1",
         "inside expects an object",
         "no field host.cores",
+        "generation: expects one of ampere, hopper, blackwell but got 'turing'",
+        "processors: expects a whole number but got 1.5",
         "host.disk_bytes_per_second: expects a number above 0 but got 'fast'",
         "between.latency: expects a number above 0 but got 'short'",
     ):

@@ -4,7 +4,7 @@
 import argparse
 import json
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,16 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from megatron.planning.candidates import Candidate, Choices, candidates, layers_of_ends
-from megatron.planning.layer_costs import GptCosts
+from megatron.planning.costs.gpu_kernels import Kernels
+from megatron.planning.costs.layer_memory import ATTENTION_CORE, FULL, MLP
+from megatron.planning.costs.model_sizes import sizes_of_arguments
+from megatron.planning.costs.software import UNFUSED
+from megatron.planning.layer_costs import GptCosts, recompute_of_arguments, software_of_arguments
 from megatron.planning.machine import MACHINES
 from megatron.planning.presets import PRESETS
+from megatron.planning.quick_estimate import arguments_of
 from megatron.planning.search import model_arguments
+from megatron.planning.sharding_choice import layouts_of
 from tests.support.rank_pool import run_ranks
 from tools.plan import main, words_of
 
@@ -83,8 +89,15 @@ def test_the_activations_of_a_layer_are_those_of_the_literature() -> None:
     args.recompute_granularity = "full"
     recomputing = GptCosts(args, MACHINES["h100"]).of_layer(has_experts=False)
     assert recomputing.kept_bytes == 2 * 32 * 64
-    assert recomputing.recomputed_bytes == cost.kept_bytes
+    assert recomputing.recomputed_bytes == cost.kept_bytes - recomputing.kept_bytes
     assert recomputing.backward == pytest.approx(cost.backward + cost.forward)
+
+
+def test_a_run_in_fp32_is_planned_in_fp32() -> None:
+    half = software_of_arguments(completed(TINY))
+    full = software_of_arguments(completed(TINY.replace("--bf16", "")))
+    assert (half.compute_bytes, half.attention) == (2, "cudnn")
+    assert (full.compute_bytes, full.gather_bytes, full.attention) == (4, 4, UNFUSED)
 
 
 def test_layers_that_no_number_of_stages_divides_are_fewer_at_the_ends() -> None:
@@ -156,6 +169,9 @@ def test_everything_wrong_with_a_command_line_is_told_at_once() -> None:
 def test_a_batch_that_no_mesh_divides_is_told() -> None:
     ((code, output),) = run_ranks(1, planned, ["--gpus", "7", *TINY.split()])
     assert code == 1 and "no mesh of 7 GPUs divides" in output and "memory" not in output
+    assert "give --gpus 4 or --gpus 8 or --global-batch-size 7 or --global-batch-size 14" in output
+    beside = CliRunner().invoke(main, ["--gpus", "7", "--beside-ddp", *TINY.split()])
+    assert beside.exit_code == 1 and "no mesh of 7 GPUs divides" in beside.output
 
 
 def test_a_model_that_fits_nowhere_is_told() -> None:
@@ -200,3 +216,64 @@ def test_offload_needs_a_described_host(tmp_path: Path) -> None:
     assert "--optimizer-cpu-offload needs the host in the description of --machine" in done.output
     ((code, output),) = run_ranks(1, planned, [*words, "--memory-limit", "0.03"])
     assert code == 1 and "offload" not in output and "AdamW8bit" in output
+
+
+def test_the_update_takes_the_bytes_of_the_formulas() -> None:
+    args = completed(TINY)
+    machine = MACHINES["h100"]
+    seconds = GptCosts(args, machine).update_seconds(10**9)
+    software = software_of_arguments(args)
+    assert seconds == Kernels(machine, software).move(40e9)
+    args.clip_grad = 0.0
+    assert GptCosts(args, machine).update_seconds(10**9) == pytest.approx(0.7 * seconds)
+
+
+def test_what_fsdp_and_ddp_are_not_compared_with_is_told_at_once() -> None:
+    words = f"{TINY} --gpus 8 --beside-ddp --level 2 --show 3 --picture a.png"
+    words += " --optimizer-cpu-offload"
+    done = CliRunner().invoke(main, words.split())
+    assert done.exit_code == 2
+    for part in (
+        "--level does not go with --beside-ddp",
+        "--show does not go with --beside-ddp",
+        "--picture does not go with --beside-ddp",
+        "--optimizer-cpu-offload cannot be planned by --beside-ddp",
+    ):
+        assert part in done.output
+    muon = CliRunner().invoke(main, f"{TINY} --gpus 8 --beside-ddp --optimizer muon".split())
+    assert "--optimizer muon: --beside-ddp plans adam alone" in muon.output
+
+
+def test_fsdp_and_ddp_are_compared_within_limits() -> None:
+    words = f"{TINY} --gpus 8 --beside-ddp --tensor 2 --pipeline 1,2 --micro-batch 1"
+    done = CliRunner().invoke(main, words.split())
+    assert done.exit_code == 0, done.output
+    first, _, header, *rows, _ = done.output.splitlines()
+    assert first == "8 GPUs of h100, 67.1 GiB of each"
+    assert header.split()[:2] == ["GPUs", "TP"]
+    planned_rows = [row.split() for row in rows if "no layout fits" not in row]
+    assert planned_rows
+    for row in planned_rows:
+        assert row[2] == "2" and row[3] in ("1", "2") and row[-4] == "1", row
+
+
+def test_sizes_of_layouts_divide_the_model() -> None:
+    sizes = replace(sizes_of_arguments(completed(TINY)), heads=12, key_heads=6, layers=6)
+    found = list(layouts_of(sizes, 32, MACHINES["h100"], 8, Choices()))
+    assert {layout.tensor for layout in found} == {1, 2}  # 4 do not divide 6 heads
+    for layout in found:
+        if layout.virtual > 1:
+            assert layout.num_microbatches % layout.pipeline == 0
+
+
+def test_selective_recomputation_is_planned_by_the_search() -> None:
+    args = completed(f"{TINY} --recompute-granularity selective")
+    own = Candidate(1, 1, 1, 1, 3, 1, False, 1)
+    assert recompute_of_arguments(arguments_of(args, own, 8)) == ATTENTION_CORE
+    whole = replace(own, recomputes=True)
+    assert recompute_of_arguments(arguments_of(args, whole, 8)) == FULL
+    args.recompute_modules = ["mlp"]
+    assert recompute_of_arguments(args) == MLP
+    args.recompute_granularity = "full"
+    found = list(candidates(args, 8, 8, Choices()))
+    assert found and all(each.recomputes for each in found)

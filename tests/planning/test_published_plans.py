@@ -4,13 +4,17 @@
 import json
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from megatron.planning.published.plan_run import formula_of, plan_run
+from megatron.planning.published.compared_runs import ComparedRun
+from megatron.planning.published.comparison_report import report_lines
+from megatron.planning.published.constant_fit import LIMITS, bound_of, fit, neutral
+from megatron.planning.published.plan_run import PlannedRun, formula_of, plan_run
 from megatron.planning.published.published_runs import PublishedRun, read_runs
 from megatron.planning.published.run_flags import NotExpressibleError
 from megatron.planning.published.run_machine import machine_of
@@ -74,6 +78,8 @@ def test_what_a_row_says_of_its_machine_is_planned() -> None:
     assert rack.domain == 64
     slow = machine_of(row(hardware=hardware | {"inside": "NVLink, 400 GB/s in both directions"}))
     assert slow.inside.bytes_per_second == 200e9
+    with pytest.raises(NotExpressibleError, match="limit of 500 W, but the power of b300"):
+        machine_of(row(hardware=hardware | {"kind": "b300"}))
     with pytest.raises(NotExpressibleError, match="kind abacus"):
         machine_of(row(hardware=hardware | {"kind": "abacus"}))
 
@@ -83,6 +89,8 @@ def test_a_run_without_its_microbatch_is_not_planned() -> None:
         mesh_of(row(micro_batch=None))
     with pytest.raises(NotExpressibleError, match="do not divide"):
         mesh_of(row(micro_batch=3))
+    with pytest.raises(NotExpressibleError, match="precision int4 is none of"):
+        mesh_of(row(precision="int4"))
 
 
 def test_software_follows_from_the_framework_and_the_notes() -> None:
@@ -92,6 +100,7 @@ def test_software_follows_from_the_framework_and_the_notes() -> None:
     assert software_of(row(framework="never heard of", compile=None)).fusion == "eager"
     assert software_of(row(gradient_reduction="bf16")).reduce_bytes == 2
     assert software_of(row(precision="fp8")).uses_fp8
+    assert software_of(row(precision="fp32")).compute_bytes == 4
 
 
 def test_more_compute_and_more_recomputation_take_longer() -> None:
@@ -103,3 +112,39 @@ def test_more_compute_and_more_recomputation_take_longer() -> None:
     longer = dict(row()["model"]) | {"seq_length": 16384}
     assert formula_of(row(model=longer)).seconds > 2 * seconds
     assert sizes_of(row(model=longer)).flops_per_token > sizes_of(row()).flops_per_token
+
+
+def test_a_report_on_one_source_has_no_cross_validation(tmp_path: Path) -> None:
+    one = row(source={"title": "one"})
+    compared = [ComparedRun(run, plan_of(run)) for run in (one, row(source={"title": "one"}))]
+    lines = list(report_lines(compared, [], "a command"))
+    assert "all runs have one source: there is nothing to fit without it" in lines
+    with pytest.raises(ValueError, match="a fit needs runs"):
+        fit([])
+
+
+def plan_of(run: PublishedRun, memory_gib: float = 1.0) -> PlannedRun:
+    return PlannedRun(
+        seconds=formula_of(run).seconds,
+        memory_gib=memory_gib,
+        capacity_gib=74.5,
+        flops_per_second=1e14,
+        utilization=0.1,
+        is_simulated=False,
+    )
+
+
+def test_a_report_lists_runs_that_are_planned_above_the_memory_of_their_gpu() -> None:
+    compared = [ComparedRun(row(), plan_of(row(), 80.0)), ComparedRun(row(), plan_of(row()))]
+    text = "\n".join(report_lines(compared, [], "a command"))
+    assert f"- {row().name}: 80.0 of 74.5 GiB" in text
+    assert text.count(" of 74.5 GiB") == 1
+
+
+def test_a_fit_begins_at_no_run_and_a_constant_at_its_limit_is_marked() -> None:
+    begin = neutral()
+    for name, (low, high) in LIMITS.items():
+        assert low < getattr(begin, name) < high
+        assert bound_of(name, begin) == ""
+    assert bound_of("memory", replace(begin, memory=0.7)) == "the least that is allowed, 0.7"
+    assert bound_of("product", replace(begin, product=1.0)) == "the most that is allowed, 1"

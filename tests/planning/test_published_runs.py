@@ -62,7 +62,7 @@ def test_everything_wrong_with_a_list_of_runs_is_told_at_once(tmp_path: Path) ->
         "line 1: gpus expects a whole number above 0 but got None",
         "line 1: model expects an object but got None",
         "line 2: tp expects a whole number above 0 but got '1'",
-        "line 2: hardware lacks kind, gpus_per_node",
+        "line 2: hardware.kind expects a text but got None",
         "line 2: seconds_a_step or tokens_per_second_per_gpu is needed, above 0",
         "line 3: an object is expected",
         "line 5: the id one is there twice",
@@ -72,6 +72,48 @@ def test_everything_wrong_with_a_list_of_runs_is_told_at_once(tmp_path: Path) ->
         "line 7 is no JSON",
     ):
         assert part in message
+
+
+MODEL = ROW["model"]
+HARDWARE = ROW["hardware"]
+MOE = {"experts": 8, "expert_ffn": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"micro_batch": 0}, "micro_batch expects a whole number above 0 but got 0"),
+        ({"micro_batch": "2"}, "micro_batch expects a whole number above 0 but got '2'"),
+        ({"vpp": 0}, "vpp expects a whole number above 0 but got 0"),
+        ({"zero_level": 4}, "zero_level expects one of 0, 1, 2, 3 but got 4"),
+        ({"zero_level": []}, "zero_level expects one of 0, 1, 2, 3 but got []"),
+        ({"recompute": "fulll"}, "recompute expects one of none, selective, full, unknown but"),
+        ({"shard_copies": 3}, "shard_copies is 3, which does not divide"),
+        ({"seconds_a_step": "1"}, "seconds_a_step expects a number above 0 but got '1'"),
+        ({"gradient_reduction": "f"}, "gradient_reduction expects one of fp32, bf16, fp16 but"),
+        ({"not_stated": 3}, "not_stated expects a list but got 3"),
+        ({"model": MODEL | {"ffn": "a"}}, "model.ffn expects a whole number above 0 but got 'a'"),
+        ({"model": MODEL | {"moe": MOE}}, "model.moe.top_k expects a whole number above 0 but"),
+        ({"model": MODEL | {"mla": {}}}, "model.mla.kv_lora expects a whole number above 0 but"),
+        (
+            {"hardware": HARDWARE | {"memory_gb": "96"}},
+            "hardware.memory_gb expects a number",
+        ),
+        (
+            {"hardware": HARDWARE | {"gpus_per_node": 0}},
+            "hardware.gpus_per_node expects",
+        ),
+        ({"measured": {"memory_gib": 0}}, "measured.memory_gib expects a number above 0 but got 0"),
+    ],
+    ids=str,
+)
+def test_a_field_that_cannot_be_read_is_told(
+    changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, ROW, ROW | {"id": "two"} | changes)
+    done = CliRunner().invoke(main, ["--check", str(path)])
+    assert done.exit_code == 2
+    assert f"line 2: {problem}" in done.output
 
 
 def test_a_command_line_that_cannot_check_is_refused_with_all_reasons(tmp_path: Path) -> None:

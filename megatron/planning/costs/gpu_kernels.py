@@ -21,17 +21,27 @@ from megatron.planning.costs.software import ATTENTION, Software
 from megatron.planning.machine import Cluster
 
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
-"""Rows and columns of tiles, and the part of the FLOP/s of the largest one that they reach."""
+"""Rows and columns of tiles, and the part of the FLOP/s of the largest one that they reach: the
+tiles are those of cuBLAS and CUTLASS, the parts are estimates."""
 
 SHORT_SEQUENCE = 400
 """Tokens at which attention reaches half of its speed: fitted to the lengths in the figures of
 FlashAttention-2 and 3."""
 
 HEAD = 128
-"""Width of heads for which the speed of attention is stated."""
+"""Width of heads for which the speed of attention is stated; narrower ones lose half of the part by
+which they are narrower, an estimate."""
 
 BACKWARD_OF_ATTENTION = 2.5
 """FLOPs of the backward of attention in those of its forward: five products for two."""
+
+
+FP32 = 4
+"""Bytes of an element of fp32."""
+
+TF32 = 0.5
+"""FLOP/s of fp32 products in those of bf16: Transformer Engine multiplies fp32 as TF32, of which
+the data sheets of A100 to B200 have half of bf16's."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +60,14 @@ class Fitted:
             experts, in those of a dense layer's kind: it also waits for the tokens of each expert.
     """
 
-    product: float = 0.92
-    depth: float = 33.0
+    product: float = 0.8944
+    depth: float = 38.16
     memory: float = 0.70
-    launch: float = 8.7e-6
-    link: float = 0.81
-    contention: float = 0.22
-    power: float = 0.63
-    expert_calls: float = 700.0
+    launch: float = 1.2e-5
+    link: float = 0.9261
+    contention: float = 0.1186
+    power: float = 0.719
+    expert_calls: float = 493.6
 
 
 FITTED = Fitted()
@@ -76,11 +86,15 @@ class Kernels:
         self._machine = machine
         self._software = software
         self._fitted = fitted
-        self._clock = machine.power_part**fitted.power
         self._memory = machine.memory_bytes_per_second * fitted.memory
-        plain = machine.flops * machine.compute_efficiency * fitted.product
-        coded = (machine.fp8_flops or 0.0) * machine.fp8_efficiency * fitted.product
-        self._flops = {False: plain * self._clock, True: (coded or plain) * self._clock}
+        self._clock = machine.power_part**fitted.power
+        reached = fitted.product * self._clock
+        self._flops = machine.flops * machine.compute_efficiency * reached
+        if software.compute_bytes == FP32:
+            self._flops *= TF32
+        self._fp8_flops = self._flops
+        if machine.fp8_flops is not None:
+            self._fp8_flops = machine.fp8_flops * machine.fp8_efficiency * reached
 
     def product(
         self, m: float, n: float, k: float, count: float = 1, is_fp8: bool = False
@@ -96,12 +110,21 @@ class Kernels:
         """
         if min(m, n, k, count) <= 0:
             return 0.0
-        part = part_of_tiles(ceil(m), ceil(n), ceil(count), self._machine.processors)
+        processors = self._machine.processors
+        part = part_of_tiles(ceil(m), ceil(n), ceil(count), processors)
         part *= k / (k + self._fitted.depth)
-        computing = 2.0 * m * n * k * count / (self._flops[is_fp8] * part)
-        operand = 1 if is_fp8 else 2
-        moved = count * (operand * (m * k + k * n) + 2 * m * n)
-        return max(computing, moved / self._memory)
+        of_result = self._software.compute_bytes
+        of_operand = of_result
+        per_second = self._flops
+        if is_fp8:
+            of_operand = 1
+            per_second = self._fp8_flops
+        flops = 2.0 * m * n * k * count
+        num_bytes = of_operand * (m * k + k * n)
+        num_bytes += of_result * m * n
+        computing = flops / (per_second * part)
+        moving = self.move(count * num_bytes)
+        return max(computing, moving)
 
     def move(self, num_bytes: float) -> float:
         """Return the seconds of a pass that reads and writes so many bytes."""
@@ -119,13 +142,16 @@ class Kernels:
             width: of this rank's queries and of its values together.
             head: width of a head.
         """
-        forward, backward = ATTENTION[self._software.attention][self._machine.generation]
-        length = queries * queries / (queries + SHORT_SEQUENCE) / queries
+        parts = ATTENTION[self._software.attention]
+        part_forward, part_backward = parts[self._machine.generation]
+        length = queries / (queries + SHORT_SEQUENCE)
         narrow = min(1.0, 0.5 + 0.5 * head / HEAD)
         flops = 2.0 * sequences * queries * keys * width
-        per_second = self._machine.flops * self._clock * length * narrow
-        once = flops / per_second
-        return once / forward, BACKWARD_OF_ATTENTION * once / backward
+        per_second = self._machine.flops * self._clock
+        once = flops / (per_second * length * narrow)
+        forward = once / part_forward
+        backward = BACKWARD_OF_ATTENTION * once / part_backward
+        return forward, backward
 
 
 @cache
@@ -140,9 +166,11 @@ def part_of_tiles(m: int, n: int, count: int, processors: int) -> float:
     """
     best = 0.0
     for rows, columns, speed in TILES:
-        down, across = ceil(m / rows), ceil(n / columns)
+        down = ceil(m / rows)
+        across = ceil(n / columns)
         tiles = down * across * count
         waves = ceil(tiles / processors)
         filled = m * n * count / (tiles * rows * columns)
-        best = max(best, speed * filled * tiles / (waves * processors))
+        busy = tiles / (waves * processors)
+        best = max(best, speed * filled * busy)
     return best

@@ -99,47 +99,62 @@ class ModelSizes:
     @property
     def key_width(self) -> int:
         """Width of all keys of a token."""
-        return self.query_width if self.latent is not None else self.key_heads * self.head
+        if self.latent is not None:
+            return self.query_width
+        return self.key_heads * self.head
 
     @property
     def value_width(self) -> int:
         """Width of all values of a token."""
-        return self.heads * self.latent.value if self.latent else self.key_heads * self.head
+        if self.latent is not None:
+            return self.heads * self.latent.value
+        return self.key_heads * self.head
 
     @property
     def output_width(self) -> int:
         """Width of the result of attention, before its projection."""
-        return self.heads * (self.latent.value if self.latent else self.head)
+        if self.latent is not None:
+            return self.heads * self.latent.value
+        return self.heads * self.head
 
     @property
     def attention_weights(self) -> int:
         """Elements of the matrices of attention in a layer."""
         output = self.output_width * self.hidden
-        if self.latent is None:
-            return self.hidden * (self.query_width + self.key_width + self.value_width) + output
-        down = self.latent.query_rank + self.latent.key_rank + self.latent.rotary
-        query_in = self.latent.query_rank or self.hidden
+        latent = self.latent
+        if latent is None:
+            width = self.query_width + self.key_width + self.value_width
+            return self.hidden * width + output
+        down = latent.query_rank + latent.key_rank + latent.rotary
+        query_in = latent.query_rank or self.hidden
+        up_width = self.heads * (latent.head + latent.value)
         up = query_in * self.query_width
-        up += self.latent.key_rank * self.heads * (self.latent.head + self.latent.value)
+        up += latent.key_rank * up_width
         return self.hidden * down + up + output
+
+    @property
+    def num_matrices(self) -> int:
+        """Number of matrices of an MLP."""
+        return 3 if self.is_gated else 2
 
     @property
     def dense_weights(self) -> int:
         """Elements of the MLP of a dense layer."""
-        return (3 if self.is_gated else 2) * self.hidden * self.ffn
+        return self.num_matrices * self.hidden * self.ffn
 
     @property
     def one_expert(self) -> int:
         """Elements of one expert."""
         assert self.experts is not None
-        return (3 if self.is_gated else 2) * self.hidden * self.experts.width
+        return self.num_matrices * self.hidden * self.experts.width
 
     @property
     def shared_weights(self) -> int:
         """Elements of the shared expert and the router of a layer."""
         assert self.experts is not None
-        shared = (3 if self.is_gated else 2) * self.hidden * self.experts.shared_width
-        return shared + self.hidden * self.experts.number
+        shared = self.num_matrices * self.hidden * self.experts.shared_width
+        router = self.hidden * self.experts.number
+        return shared + router
 
     @property
     def vocabulary_weights(self) -> int:
@@ -150,11 +165,14 @@ class ModelSizes:
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward for a token, with half of the scores, as MFU counts."""
         seen = self.sequence / 2
-        scores = self.query_width + self.output_width
+        width = self.query_width + self.output_width
         layers = self.layers + self.predicted_tokens
-        windowed = layers / 2 if self.window else 0
-        of_scores = (layers - windowed) * scores * seen + windowed * scores * min(seen, self.window)
-        weights = layers * self.attention_weights + self.dense_layers * self.dense_weights
+        of_scores = layers * width * seen
+        if self.window:  # half of the layers see no more than that
+            narrow = min(seen, self.window)
+            of_scores = layers * width * (seen + narrow) / 2
+        weights = layers * self.attention_weights
+        weights += self.dense_layers * self.dense_weights
         if self.experts is not None:
             of_one = self.shared_weights + self.experts.top_k * self.one_expert
             weights += (layers - self.dense_layers) * of_one
@@ -253,7 +271,9 @@ def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
             rotary=args.qk_pos_emb_head_dim,
             value=args.v_head_dim,
         )
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    groups = args.num_attention_heads
+    if args.group_query_attention:
+        groups = args.num_query_groups
     return ModelSizes(
         layers=args.num_layers,
         dense_layers=args.num_layers - sum(has_experts),

@@ -15,10 +15,10 @@ class Spent:
     forward: float = 0.0
     backward: float = 0.0
 
-    def add(self, other: Spent, times: float = 1.0) -> None:
+    def add(self, other: Spent) -> None:
         """Add the seconds of another part."""
-        self.forward += times * other.forward
-        self.backward += times * other.backward
+        self.forward += other.forward
+        self.backward += other.backward
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,11 @@ class LayerSeconds:
     @property
     def forward(self) -> float:
         """Seconds of the forward; see [Note: the host]."""
-        busy = self.products.forward + self.attention.forward + self.passes.forward
-        return max(busy + self.messages.forward, self.host.forward)
+        busy = self.products.forward
+        busy += self.attention.forward
+        busy += self.passes.forward
+        busy += self.messages.forward
+        return max(busy, self.host.forward)
 
     def again(self, recompute: str, part: float) -> Spent:
         """Return the seconds that the backward spends on recomputation, and those of the host.
@@ -58,12 +61,16 @@ class LayerSeconds:
         if recompute == FULL:
             return Spent(part * self.forward, part * host)
         if recompute == PRODUCTS:
-            products = self.products.forward / 2
-            return Spent(products + self.passes.forward + self.messages.forward, host)
+            again = self.products.forward / 2
+            again += self.passes.forward
+            again += self.messages.forward
+            return Spent(again, host)
         if recompute == ATTENTION_CORE:
             return Spent(self.attention.forward, 0.0)
-        if recompute == LATENT:  # the up-projections are about a tenth of the products
-            return Spent(self.products.forward / 10 + self.passes.forward / 2, host / 3)
+        if recompute == LATENT:  # an estimate: the up-projections are a tenth of the products
+            again = self.products.forward / 10
+            again += self.passes.forward / 2
+            return Spent(again, host / 3)
         if recompute == MLP:
             return Spent(self.mlp_products, host / 4)
         return Spent()
@@ -74,6 +81,10 @@ class LayerSeconds:
         Args:
             again: of the recomputation, the GPU's and the host's, as forward and backward.
         """
-        busy = self.products.backward + self.attention.backward + self.passes.backward
-        busy += self.messages.backward + again.forward
-        return max(busy, self.host.backward + again.backward)
+        busy = self.products.backward
+        busy += self.attention.backward
+        busy += self.passes.backward
+        busy += self.messages.backward
+        busy += again.forward
+        launching = self.host.backward + again.backward
+        return max(busy, launching)

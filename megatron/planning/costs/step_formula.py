@@ -12,22 +12,33 @@ is the mean of the microbatch's seconds for each further stage, divided by the v
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from megatron.planning.costs.gpu_kernels import FITTED, Fitted, Kernels
+from megatron.planning.costs.gpu_kernels import FITTED, FP32, Fitted, Kernels
 from megatron.planning.costs.layer_memory import NONE, LayerMemory
 from megatron.planning.costs.layer_seconds import LayerWork
 from megatron.planning.costs.model_sizes import ModelSizes, RunLayout
+from megatron.planning.costs.pipeline_stages import Stage, stages_of
 from megatron.planning.costs.software import Software
 from megatron.planning.costs.spent_seconds import Spent
 from megatron.planning.machine import Cluster
+
+DENSE = "dense"
+EXPERTS = "experts"
+PREDICTED = "predicted"
+"""A layer that predicts further tokens."""
+
+OUTPUT = "output"
+EMBEDDING = "embedding"
 
 BUCKET_ELEMENTS = 40e6
 """Elements of a bucket of DDP in Megatron-Core: the default of --ddp-bucket-size with few ranks."""
 
 WORKSPACE = 600e6
-"""Bytes of workspaces of cuBLAS and attention, and of what lives shortly beside activations."""
+"""Bytes of workspaces of cuBLAS and attention, and of what lives shortly beside activations; an
+estimate."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +65,66 @@ class FormulaStep:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A pipeline stage.
+class UnitElements:
+    """Elements of the weights of a unit on a rank, before they are sharded.
 
     Attributes:
-        dense: layers without experts.
-        experts: layers with experts.
-        has_embedding: it is the first one.
-        has_output: it is the last one.
+        dense: without those of experts.
+        experts: of experts.
     """
 
-    dense: int
-    experts: int
-    has_embedding: bool
-    has_output: bool
+    dense: float
+    experts: float = 0.0
+
+    @property
+    def whole(self) -> float:
+        """All elements."""
+        return self.dense + self.experts
+
+    def of_shard(self, mesh: RunLayout) -> float:
+        """Return the elements that a rank updates."""
+        if mesh.level == 0:
+            return self.whole
+        num_shards = len(mesh.sharding_ranks) // mesh.copies
+        shard = self.dense / num_shards
+        if self.experts:
+            num_shards = len(mesh.expert_sharding_ranks) // mesh.copies
+            shard += self.experts / max(1, num_shards)
+        return shard
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """The cost of a unit.
+
+    Attributes:
+        forward: seconds in which it computes.
+        backward: seconds in which its backward computes.
+        gather: seconds of the gather of its weights.
+        reduce: seconds of the reduction of its gradients.
+        elements: of its weights.
+    """
+
+    forward: float
+    backward: float
+    gather: float
+    reduce: float
+    elements: UnitElements
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of a pipeline stage.
+
+    Attributes:
+        microbatch: of one microbatch, forward and backward.
+        exposed: of it, in which compute waits for gathers and reductions.
+        ends: of the update, and of collectives that only the ends of a step have.
+    """
+
+    microbatch: float
+    exposed: float
+    ends: float
 
 
 class StepFormula:
@@ -103,122 +160,179 @@ class StepFormula:
         self._kernels = Kernels(machine, software, fitted)
         self._work = LayerWork(sizes, mesh, machine, software, fitted)
         self._memory = LayerMemory(sizes, mesh, software, recompute, part)
-        self._units: dict[str, tuple[float, float, Collectives]] = {}
+        self._units: dict[str, UnitCost] = {}
 
     def step(self) -> FormulaStep:
         """Return the step."""
-        stages = stages_of(self._sizes, self._mesh, self._software.balances_stages)
-        found = [self._stage(stage, number) for number, stage in enumerate(stages)]
-        slowest = max(found, key=lambda each: each.microbatch)
-        mean = sum(each.microbatch for each in found) / len(found)
-        bubble = (self._mesh.pipeline - 1) * mean / self._mesh.virtual
-        memory = [self._bytes(stage, number) for number, stage in enumerate(stages)]
-        seconds = self._mesh.num_microbatches * slowest.microbatch + bubble
-        ends = max(each.ends for each in found)
+        mesh = self._mesh
+        stages = stages_of(self._sizes, mesh, self._software.balances_stages)
+        seconds: list[StageSeconds] = []
+        memory: list[float] = []
+        for number, stage in enumerate(stages):
+            seconds.append(self._seconds(stage))
+            memory.append(self._bytes(stage, number))
+        slowest = max(seconds, key=lambda each: each.microbatch)
+        ends = max(each.ends for each in seconds)
+        mean = sum(each.microbatch for each in seconds) / len(seconds)
+        bubble = (mesh.pipeline - 1) * mean / mesh.virtual
+        busy = mesh.num_microbatches * slowest.microbatch
+        exposed = mesh.num_microbatches * slowest.exposed
         return FormulaStep(
-            seconds=seconds + ends,
+            seconds=busy + bubble + ends,
             bubble_seconds=bubble,
-            exposed_seconds=self._mesh.num_microbatches * slowest.exposed + ends,
+            exposed_seconds=exposed + ends,
             peak_bytes=max(memory),
             first_bytes=memory[0],
             recompute=self._recompute,
             part=self._part,
         )
 
-    # ---- seconds
+    # ---- units
 
-    def _unit(self, kind: str) -> tuple[float, float, Collectives]:
-        """Return the seconds of a unit forward and backward, and of its collectives.
+    def _unit(self, kind: str) -> UnitCost:
+        """Return the cost of a unit.
 
         Args:
-            kind: ``dense``, ``experts``, ``output`` or ``embedding``.
+            kind: ``DENSE``, ``EXPERTS``, ``PREDICTED``, ``OUTPUT`` or ``EMBEDDING``.
         """
         if kind not in self._units:
-            sizes, tensor = self._sizes, self._mesh.tensor
-            dense_elements = sizes.attention_weights / tensor
-            expert_elements = 0.0
-            forward = backward = 0.0
-            if kind == "output":
-                seconds = self._work.of_output()
-                forward, backward = seconds.forward, seconds.backward(Spent())
-            if kind in ("output", "embedding"):
-                dense_elements = sizes.vocabulary_weights / tensor
-            elif kind == "dense":
-                dense_elements += sizes.dense_weights / tensor
-            else:
-                dense_elements += sizes.shared_weights / tensor
-                assert sizes.experts is not None
-                local = sizes.experts.number / self._mesh.expert
-                expert_elements = local * sizes.one_expert / self._mesh.expert_tensor
-            if kind in ("dense", "experts"):
-                forward, backward = self._work.forward_and_backward(
-                    kind == "experts", self._recompute, self._part
-                )
-            collectives = self._collectives(dense_elements, expert_elements)
-            self._units[kind] = forward, backward, collectives
+            elements = self._elements(kind)
+            computing = self._computing(kind)
+            self._units[kind] = UnitCost(
+                forward=computing.forward,
+                backward=computing.backward,
+                gather=self._gather_seconds(elements),
+                reduce=self._reduce_seconds(elements),
+                elements=elements,
+            )
         return self._units[kind]
 
-    def _collectives(self, dense: float, experts: float) -> Collectives:
-        """Return the seconds of the gather and the reduction of weights.
+    def _has_experts(self, kind: str) -> bool:
+        """Return True if the MLP of a unit is experts: of predicting layers as of the last one."""
+        return kind == EXPERTS or (kind == PREDICTED and self._sizes.experts is not None)
 
-        Args:
-            dense: elements of a rank without those of experts.
-            experts: elements of experts.
-        """
-        software, mesh, machine = self._software, self._mesh, self._machine
-        gather = reduce = 0.0
-        parts = ((dense, mesh.sharding_ranks), (experts, mesh.expert_sharding_ranks))
-        for elements, ranks in parts:
-            inner = ranks[: len(ranks) // mesh.copies]
-            gathered = software.gather_bytes * elements
-            reduced = software.reduce_bytes * elements
-            if not elements:
-                continue
+    def _computing(self, kind: str) -> Spent:
+        """Return the seconds in which a unit computes."""
+        spent = Spent()
+        if kind in (OUTPUT, PREDICTED):  # with a loss of its own
+            output = self._work.of_output()
+            spent.add(Spent(output.forward, output.backward(Spent())))
+        if kind not in (OUTPUT, EMBEDDING):
+            forward, backward = self._work.forward_and_backward(
+                self._has_experts(kind), self._recompute, self._part
+            )
+            spent.add(Spent(forward, backward))
+        return spent
+
+    def _elements(self, kind: str) -> UnitElements:
+        """Return the elements of the weights of a unit on a rank, before they are sharded."""
+        sizes = self._sizes
+        mesh = self._mesh
+        if kind in (OUTPUT, EMBEDDING):
+            return UnitElements(sizes.vocabulary_weights / mesh.tensor)
+        dense = float(sizes.attention_weights)
+        if kind == PREDICTED:
+            dense += 2 * sizes.hidden**2  # a projection of two states
+        if not self._has_experts(kind):
+            dense += sizes.dense_weights
+            return UnitElements(dense / mesh.tensor)
+        assert sizes.experts is not None
+        dense += sizes.shared_weights
+        local = sizes.experts.number / mesh.expert
+        experts = local * sizes.one_expert / mesh.expert_tensor
+        return UnitElements(dense / mesh.tensor, experts)
+
+    def _groups(self, elements: UnitElements) -> Iterator[tuple[float, range]]:
+        """Yield elements that ranks share, and these ranks: dense ones, and those of experts."""
+        if elements.dense:
+            yield elements.dense, self._mesh.sharding_ranks
+        if elements.experts:
+            yield elements.experts, self._mesh.expert_sharding_ranks
+
+    def _inner(self, ranks: range) -> range:
+        """Return the ranks that shard one copy: one of few experts' ranks for many copies."""
+        num_inner = len(ranks) // self._mesh.copies
+        return ranks[: max(1, num_inner)]
+
+    def _collective(self, name: str, num_bytes: float, ranks: range) -> float:
+        seconds = self._machine.collective_seconds(name, num_bytes, ranks)
+        return seconds / self._fitted.link
+
+    def _gather_seconds(self, elements: UnitElements) -> float:
+        """Return the seconds of the gather of weights."""
+        mesh = self._mesh
+        if mesh.level == 0:
+            return 0.0
+        seconds = 0.0
+        for number, ranks in self._groups(elements):
+            num_bytes = self._software.gather_bytes * number
+            inner = self._inner(ranks)
+            seconds += self._collective("all_gather", num_bytes, inner)
+        return seconds
+
+    def _reduce_seconds(self, elements: UnitElements) -> float:
+        """Return the seconds of the reduction of gradients."""
+        mesh = self._mesh
+        seconds = 0.0
+        for number, ranks in self._groups(elements):
+            num_bytes = self._software.reduce_bytes * number
             if mesh.level == 0:
-                reduce += machine.collective_seconds("all_reduce", reduced, ranks)
+                seconds += self._collective("all_reduce", num_bytes, ranks)
                 continue
-            gather += machine.collective_seconds("all_gather", gathered, inner)
-            reduce += machine.collective_seconds("reduce_scatter", reduced, inner)
+            inner = self._inner(ranks)
+            seconds += self._collective("reduce_scatter", num_bytes, inner)
             if mesh.copies > 1:
                 outer = ranks[:: len(inner)]
-                shard = reduced / len(inner)
-                reduce += machine.collective_seconds("all_reduce", shard, outer)
-        link = self._fitted.link
-        return Collectives(gather / link, reduce / link, dense, experts)
+                shard = num_bytes / len(inner)
+                seconds += self._collective("all_reduce", shard, outer)
+        return seconds
 
-    def _stage(self, stage: Stage, number: int) -> StageSeconds:
+    # ---- seconds
+
+    def _seconds(self, stage: Stage) -> StageSeconds:
         """Return the seconds of a stage."""
-        units: list[tuple[int, str]] = [(stage.dense, "dense"), (stage.experts, "experts")]
+        mesh = self._mesh
+        forward = 0.0
+        backward = 0.0
+        exposed = 0.0
+        gathers = 0.0
+        reductions = 0.0
+        updated = 0.0
+        for kind, count in self._units_of(stage).items():
+            unit = self._unit(kind)
+            gathers += count * unit.gather
+            reductions += count * unit.reduce
+            updated += count * unit.elements.of_shard(mesh)
+            of_forward = unit.forward
+            of_backward = unit.backward
+            if mesh.is_fsdp:
+                gather = unit.gather if mesh.level == 3 else 0.0
+                of_forward = self._overlapped(unit.forward, gather)
+                of_backward = self._overlapped(unit.backward, gather + unit.reduce)
+            forward += count * of_forward
+            backward += count * of_backward
+            exposed += count * (of_forward - unit.forward)
+            exposed += count * (of_backward - unit.backward)
+        ends = self._kernels.move(self._software.update_bytes * updated)
+        if mesh.level < 3:
+            ends += self._exposed(gathers, forward, updated)
+        if not mesh.is_fsdp:
+            ends += self._exposed(reductions, backward, updated)
+        return StageSeconds(
+            microbatch=forward + backward + self._stage_messages(),
+            exposed=exposed,
+            ends=ends,
+        )
+
+    def _units_of(self, stage: Stage) -> dict[str, int]:
+        """Return the units of a stage that compute or are updated, by their kinds."""
+        units = {DENSE: stage.dense, EXPERTS: stage.experts}
         if stage.has_embedding:
-            units.append((1, "embedding"))
+            units[EMBEDDING] = 1
         if stage.has_output:
-            units.append((1, "output"))
-            last = "experts" if self._sizes.experts is not None else "dense"
-            units += [(self._sizes.predicted_tokens, each) for each in (last, "output")]
-        forward = backward = exposed = gathers = reductions = elements = 0.0
-        for count, kind in units:
-            if not count:
-                continue
-            of_forward, of_backward, collectives = self._unit(kind)
-            gathers += count * collectives.gather
-            reductions += count * collectives.reduce
-            elements += count * collectives.elements_of_shard(self._mesh)
-            if not self._mesh.is_fsdp:
-                forward += count * of_forward
-                backward += count * of_backward
-                continue
-            both = collectives.gather + collectives.reduce
-            longer_forward = self._overlapped(of_forward, collectives.gather)
-            longer_backward = self._overlapped(of_backward, both)
-            exposed += count * (longer_forward - of_forward + longer_backward - of_backward)
-            forward += count * longer_forward
-            backward += count * longer_backward
-        microbatch = forward + backward + self._stage_messages()
-        ends = self._kernels.move(self._software.update_bytes * elements)
-        if not self._mesh.is_fsdp:
-            ends += self._exposed(gathers, forward, elements)
-            ends += self._exposed(reductions, backward, elements)
-        return StageSeconds(microbatch, exposed, ends)
+            units[OUTPUT] = 1
+            units[PREDICTED] = self._sizes.predicted_tokens
+        return {kind: count for kind, count in units.items() if count}
 
     def _overlapped(self, compute: float, message: float) -> float:
         """Return the seconds of compute with collectives beside it."""
@@ -227,171 +341,115 @@ class StepFormula:
         slower = compute + self._fitted.contention * min(compute, message)
         return max(slower, message)
 
-    def _exposed(self, message: float, compute: float, elements: float) -> float:
-        """Return the seconds of the collectives of DDP that compute does not overlap."""
-        if not message:
-            return 0.0
-        if not self._software.overlaps_data:
+    def _exposed(self, message: float, compute: float, updated: float) -> float:
+        """Return the seconds of the collectives of DDP that compute does not overlap.
+
+        Args:
+            message: seconds of all of them.
+            compute: seconds of what runs beside them.
+            updated: elements of a rank's shard.
+        """
+        if not message or not self._software.overlaps_data:
             return message
-        num_shards = len(self._mesh.sharding_ranks)
-        num_buckets = max(1, ceil(elements * num_shards / BUCKET_ELEMENTS))
+        num_elements = updated * len(self._mesh.sharding_ranks)
+        num_buckets = max(1, ceil(num_elements / BUCKET_ELEMENTS))
         contention = self._fitted.contention * min(compute, message)
-        return max(0.0, message - compute) + message / num_buckets + contention
+        longer = max(0.0, message - compute)
+        return longer + message / num_buckets + contention
 
     def _stage_messages(self) -> float:
         """Return the seconds of messages between stages for a microbatch."""
         mesh = self._mesh
         if mesh.pipeline == 1:
             return 0.0
-        num_bytes = self._memory.input_bytes
-        distance = mesh.gpus // mesh.pipeline
-        message = self._machine.message_seconds(num_bytes, distance) / self._fitted.link
         launched = 4 * mesh.virtual * self._fitted.launch
         if mesh.virtual > 1 and self._software.overlaps_data:
             return launched
-        return 2 * message + launched
+        distance = mesh.gpus // mesh.pipeline
+        message = self._machine.message_seconds(self._memory.input_bytes, distance)
+        message /= self._fitted.link
+        return 2 * mesh.virtual * message + launched
 
     # ---- memory
 
     def _bytes(self, stage: Stage, number: int) -> float:
         """Return the most bytes of a rank of a stage."""
-        software, mesh, memory = self._software, self._mesh, self._memory
-        parts = [(stage.dense, "dense"), (stage.experts, "experts")]
-        parts.append((int(stage.has_embedding), "embedding"))
-        is_another = not (self._sizes.is_tied and stage.has_embedding)
-        parts.append((int(stage.has_output and is_another), "output"))
-        lasting, largest = 0.0, 0.0
-        for count, kind in parts:
-            if not count:
-                continue
-            collectives = self._unit(kind)[2]
-            shard = count * collectives.elements_of_shard(mesh)
-            whole = count * collectives.elements
-            states = software.optimizer_bytes * (shard if mesh.level else whole)
-            gradients = software.gradient_bytes * (shard if mesh.level >= 2 else whole)
-            weights = 0.0
-            if mesh.level < 3:
-                weights = software.weight_bytes * whole
-            lasting += states + gradients + weights
-            largest = max(largest, collectives.elements)
+        memory = self._memory
+        lasting = 0.0
+        largest = 0.0
+        for kind, count in self._stored_units_of(stage).items():
+            elements = self._unit(kind).elements
+            lasting += count * self._lasting_bytes(elements)
+            largest = max(largest, elements.whole)
         passing = 0.0
-        if mesh.level == 3:
+        if self._mesh.level == 3:
             # Two units are gathered at once, one has gradients, and one is being reduced.
-            passing = largest * (2 * software.gather_bytes + 2 + software.reduce_bytes)
-        layers = stage.dense * memory.kept(False)
-        if stage.experts:
-            layers += stage.experts * memory.kept(True)
-        in_flight = self._in_flight(number)
-        kept = layers * in_flight
-        again = 0.0
-        if self._recompute != NONE:
-            has_experts = stage.experts > 0
-            again = memory.whole_layer(has_experts) - memory.kept(has_experts)
+            software = self._software
+            of_element = 2 * software.gather_bytes + software.compute_bytes
+            passing = largest * (of_element + software.reduce_bytes)
         # The peak is where the loss is computed, or in the backward of the last layer.
-        output = memory.output_kept if stage.has_output else 0.0
-        gradients_of_layer = 2 * memory.input_bytes
-        if mesh.tensor > 1:
-            gradients_of_layer = 2 * memory.gathered_input
-        return lasting + passing + kept + max(output, again) + gradients_of_layer + WORKSPACE
+        at_once = self._recomputed_bytes(stage)
+        if stage.has_output:
+            num_outputs = 1 + self._sizes.predicted_tokens
+            at_once = max(at_once, num_outputs * memory.output_kept)
+        gradients = 2 * memory.input_bytes
+        if self._mesh.tensor > 1:
+            gradients = 2 * memory.gathered_input
+        kept = self._kept_bytes(stage) * self._in_flight(number)
+        return lasting + passing + kept + at_once + gradients + WORKSPACE
+
+    def _stored_units_of(self, stage: Stage) -> dict[str, int]:
+        """Return the units of a stage whose weights a rank stores, by their kinds."""
+        units = self._units_of(stage)
+        if stage.has_embedding and self._sizes.is_tied:
+            units.pop(OUTPUT, None)
+        if PREDICTED in units:
+            units[EMBEDDING] = 1  # of the tokens that it predicts from
+        return units
+
+    def _lasting_bytes(self, elements: UnitElements) -> float:
+        """Return the bytes of weights, gradients and optimizer state of a unit."""
+        software = self._software
+        level = self._mesh.level
+        whole = elements.whole
+        shard = elements.of_shard(self._mesh)
+        num_bytes = software.optimizer_bytes * shard
+        if level >= 2:
+            num_bytes += software.gradient_bytes * shard
+        else:
+            num_bytes += software.gradient_bytes * whole
+        if level < 3:
+            num_bytes += software.weight_bytes * whole
+            if software.compute_bytes == FP32:  # the optimizer updates these
+                num_bytes -= FP32 * shard
+        return num_bytes
+
+    def _kept_bytes(self, stage: Stage) -> float:
+        """Return the bytes of activations of one microbatch."""
+        memory = self._memory
+        kept = stage.dense * memory.kept(False)
+        if stage.experts:
+            kept += stage.experts * memory.kept(True)
+        if stage.has_output and self._sizes.predicted_tokens:
+            of_layer = memory.kept(self._has_experts(PREDICTED))
+            kept += self._sizes.predicted_tokens * of_layer
+        return kept
+
+    def _recomputed_bytes(self, stage: Stage) -> float:
+        """Return the bytes of activations that the backward of a layer computes again."""
+        num_bytes = 0.0
+        if stage.dense:
+            num_bytes = self._memory.recomputed(False)
+        if stage.experts:
+            num_bytes = max(num_bytes, self._memory.recomputed(True))
+        return num_bytes
 
     def _in_flight(self, number: int) -> float:
         """Return the microbatches whose activations a stage keeps at once."""
         mesh = self._mesh
-        if mesh.virtual > 1:  # Megatron-Core's interleaved schedule, for the first stage
-            ahead = 2 * (mesh.pipeline - number - 1) + (mesh.virtual - 1) * mesh.pipeline + 1
-            return min(mesh.num_microbatches, ahead / mesh.virtual)
-        return min(mesh.num_microbatches, mesh.pipeline - number)
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """The collectives of the weights of a unit.
-
-    Attributes:
-        gather: seconds of the gather of its weights.
-        reduce: seconds of the reduction of its gradients.
-        dense: elements of a rank without those of experts.
-        experts: elements of experts.
-    """
-
-    gather: float
-    reduce: float
-    dense: float
-    experts: float
-
-    @property
-    def elements(self) -> float:
-        """Elements of a rank, before they are sharded."""
-        return self.dense + self.experts
-
-    def elements_of_shard(self, mesh: RunLayout) -> float:
-        """Return the elements that a rank updates."""
-        if mesh.level == 0:
-            return self.elements
-        shard = self.dense / (len(mesh.sharding_ranks) // mesh.copies)
-        if self.experts:
-            shard += self.experts / max(1, len(mesh.expert_sharding_ranks) // mesh.copies)
-        return shard
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """Seconds of a pipeline stage.
-
-    Attributes:
-        microbatch: of one microbatch, forward and backward.
-        exposed: of it, in which compute waits for gathers and reductions.
-        ends: of the update, and of collectives that only the ends of a step have.
-    """
-
-    microbatch: float
-    exposed: float
-    ends: float
-
-
-def stages_of(sizes: ModelSizes, mesh: RunLayout, is_balanced: bool = False) -> list[Stage]:
-    """Return the pipeline stages of a model.
-
-    Layers that do not divide evenly are one fewer in the first and in the last stage, if embedding
-    and output then count as layers, and otherwise fewer in the last ones.
-
-    Args:
-        sizes: of the model.
-        mesh: the layout of the run.
-        is_balanced: layers and the output layer go to the stages by the size of their matrices.
-    """
-    num_stages = mesh.pipeline
-    if is_balanced and sizes.experts is None and num_stages > 1:
-        return _balanced_stages(sizes, num_stages)
-    counts = [sizes.layers // num_stages] * num_stages
-    rest = sizes.layers % num_stages
-    if rest and (sizes.layers + 2) % num_stages == 0:
-        counts = [(sizes.layers + 2) // num_stages] * num_stages
-        counts[0] -= 1
-        counts[-1] -= 1
-    else:
-        for number in range(rest):
-            counts[(number + 1) % num_stages if num_stages > rest + 1 else number] += 1
-    stages: list[Stage] = []
-    begin = 0
-    for number, count in enumerate(counts):
-        dense = max(0, min(sizes.dense_layers - begin, count)) if sizes.experts else count
-        is_last = number == num_stages - 1
-        stages.append(Stage(dense, count - dense, number == 0, is_last))
-        begin += count
-    return stages
-
-
-def _balanced_stages(sizes: ModelSizes, num_stages: int) -> list[Stage]:
-    """Return stages to which layers are given until their share of the work is reached."""
-    of_layer = sizes.attention_weights + sizes.dense_weights
-    share = (sizes.layers * of_layer + sizes.vocabulary_weights) / num_stages
-    counts = [0] * num_stages
-    stage, work = 0, 0.0
-    for _ in range(sizes.layers):
-        if work >= (stage + 1) * share and stage < num_stages - 1:
-            stage += 1
-        counts[stage] += 1
-        work += of_layer
-    last = num_stages - 1
-    return [Stage(count, 0, number == 0, number == last) for number, count in enumerate(counts)]
+        behind = mesh.pipeline - number - 1
+        ahead: float = behind + 1
+        if mesh.virtual > 1:  # Megatron-Core's interleaved schedule
+            chunks = 2 * behind + (mesh.virtual - 1) * mesh.pipeline + 1
+            ahead = chunks / mesh.virtual
+        return min(mesh.num_microbatches, ahead)

@@ -37,6 +37,11 @@ class ComparedRun:
             return None
         return self.plan.memory_gib / self.run.memory_gib
 
+    @property
+    def is_above_memory(self) -> bool:
+        """True if the plan needs more memory than a GPU has."""
+        return self.plan.memory_gib > self.plan.capacity_gib
+
 
 class NotPlanned(NamedTuple):
     """A run that is not planned, and why."""
@@ -70,7 +75,7 @@ class Errors(NamedTuple):
     number: int
     median: float
     ninetieth: float  # the 90th percentile
-    mean_ratio: float  # of the predicted to the measured, as a geometric middle: the median
+    middle: float  # the median of the predicted in the measured
 
 
 def errors_of(ratios: Sequence[float]) -> Errors | None:
@@ -78,15 +83,22 @@ def errors_of(ratios: Sequence[float]) -> Errors | None:
     if not ratios:
         return None
     errors = sorted(abs(ratio - 1) for ratio in ratios)
-    return Errors(len(errors), median(errors), percentile(errors, 0.9), median(ratios))
+    return Errors(
+        number=len(errors),
+        median=median(errors),
+        ninetieth=percentile(errors, 0.9),
+        middle=median(ratios),
+    )
 
 
 def percentile(ordered: Sequence[float], part: float) -> float:
     """Return a percentile of ordered numbers, between the two that are next to it."""
-    place = part * (len(ordered) - 1)
+    last = len(ordered) - 1
+    place = part * last
     low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    high = min(low + 1, last)
+    between = ordered[high] - ordered[low]
+    return ordered[low] + (place - low) * between
 
 
 HEADER = (
@@ -107,9 +119,11 @@ def table(compared: Sequence[ComparedRun]) -> Iterator[str]:
 
 
 def _line(each: ComparedRun) -> str:
-    run, plan = each.run, each.plan
+    run = each.run
+    plan = each.plan
     tokens = run.tokens_of_step / run["gpus"]
-    measured, planned = tokens / run.seconds, tokens / plan.seconds
+    measured = tokens / run.seconds
+    planned = tokens / plan.seconds
     line = (
         f"{run.name:<42} {measured:>12,.0f} {planned:>7,.0f} {each.ratio_of_seconds - 1:>+6.0%}"
         f" {plan.flops_per_second / 1e12:>13.0f} {plan.utilization:>5.1%}"
@@ -119,7 +133,10 @@ def _line(each: ComparedRun) -> str:
         line += f" {'':>7} {plan.memory_gib:>7.1f} {'':>6}"
     else:
         line += f" {run.memory_gib:>7.1f} {plan.memory_gib:>7.1f} {memory - 1:>+6.0%}"
-    return f"{line}  {'engine' if plan.is_simulated else 'formulas'}"
+    way = "formulas"
+    if plan.is_simulated:
+        way = "engine"
+    return f"{line}  {way}"
 
 
 def error_table(compared: Sequence[ComparedRun]) -> Iterator[str]:
@@ -130,17 +147,24 @@ def error_table(compared: Sequence[ComparedRun]) -> Iterator[str]:
     )
     sources = sorted({each.run.source for each in compared})
     for source in sources:
-        yield _errors_line([each for each in compared if each.run.source == source], source)
+        own = [each for each in compared if each.run.source == source]
+        yield _errors_line(own, source)
     yield _errors_line(compared, "all")
 
 
 def _errors_line(compared: Sequence[ComparedRun], title: str) -> str:
+    ratios_of_memory: list[float] = []
+    for each in compared:
+        if each.ratio_of_memory is not None:
+            ratios_of_memory.append(each.ratio_of_memory)
     seconds = errors_of([each.ratio_of_seconds for each in compared])
-    memory = errors_of([ratio for each in compared if (ratio := each.ratio_of_memory) is not None])
+    memory = errors_of(ratios_of_memory)
     if seconds is None:
         return f"  {title}: none"
-    of_memory = f"{memory.median:>6.1%} {memory.ninetieth:>6.1%}" if memory else f"{'':>13}"
+    of_memory = f"{'':>13}"
+    if memory is not None:
+        of_memory = f"{memory.median:>6.1%} {memory.ninetieth:>6.1%}"
     return (
         f"  {seconds.median:>6.1%} {seconds.ninetieth:>6.1%}   {of_memory}"
-        f"   {seconds.number:>4}   {seconds.mean_ratio:>5.2f}   {title}"
+        f"   {seconds.number:>4}   {seconds.middle:>5.2f}   {title}"
     )

@@ -27,13 +27,11 @@ from megatron.planning.published.run_software import (
     sizes_of,
     software_of,
 )
-from megatron.planning.search import arguments_on
+from megatron.planning.search import GIB, arguments_on
 from megatron.pretrain.arguments import CommandLineError
 
-GIB = 2**30
-
 FITTING = 0.92
-"""Part of a GPU's memory that a run may need whose recomputation is unknown."""
+"""Part of a GPU's memory that a run may need whose recomputation is unknown; an estimate."""
 
 PARTS = 8
 """Whole layers are recomputed in parts of so many, where it is unknown how many are."""
@@ -46,6 +44,7 @@ class PlannedRun:
     Attributes:
         seconds: of a step.
         memory_gib: of a GPU: of the one whose memory was measured, or the most of all.
+        capacity_gib: of the memory of a GPU.
         flops_per_second: of a GPU, by the FLOPs of the model.
         utilization: these, as a part of the data sheet's in bf16.
         is_simulated: by the engine, otherwise by formulas.
@@ -53,6 +52,7 @@ class PlannedRun:
 
     seconds: float
     memory_gib: float
+    capacity_gib: float
     flops_per_second: float
     utilization: float
     is_simulated: bool
@@ -64,18 +64,25 @@ def plan_run(run: PublishedRun) -> PlannedRun:
     Raises:
         NotExpressibleError: says why it cannot be planned.
     """
+    machine = machine_of(run)
     step = formula_of(run)
+    seconds = step.seconds
     simulated = simulated_seconds(run, step)
-    seconds = step.seconds if simulated is None else simulated
+    if simulated is not None:
+        seconds = simulated
     tokens = run.tokens_of_step / run["gpus"]
-    per_second = sizes_of(run).flops_per_token * tokens / seconds
-    is_first = "rank 0" in str(run["measured"].get("memory_kind"))
-    num_bytes = step.first_bytes if is_first else step.peak_bytes
+    flops = sizes_of(run).flops_per_token * tokens
+    per_second = flops / seconds
+    num_bytes = step.peak_bytes
+    if "rank 0" in str(run["measured"].get("memory_kind")):
+        num_bytes = step.first_bytes
+    reserved = num_bytes * software_of(run).reserves
     return PlannedRun(
         seconds=seconds,
-        memory_gib=num_bytes * software_of(run).reserves / GIB,
+        memory_gib=reserved / GIB,
+        capacity_gib=machine.memory_bytes / GIB,
         flops_per_second=per_second,
-        utilization=per_second / machine_of(run).flops,
+        utilization=per_second / machine.flops,
         is_simulated=simulated is not None,
     )
 
@@ -89,7 +96,8 @@ def simulated_seconds(run: PublishedRun, step: FormulaStep) -> float | None:
     """
     if not mesh_of(run).is_fsdp or run["pp"] > 1 or sizes_of(run).window:
         return None
-    software, machine = software_of(run), machine_of(run)
+    software = software_of(run)
+    machine = machine_of(run)
     try:
         args = arguments_on(flags_of(run), run["gpus"])
     except CommandLineError:
@@ -97,10 +105,13 @@ def simulated_seconds(run: PublishedRun, step: FormulaStep) -> float | None:
     # Set here, since the flag has rules about a run's other flags.
     args.grad_reduce_in_bf16 = software.reduce_bytes == 2
     costs = GptCosts(args, machine, software, (step.recompute, step.part))
-    return simulate_stage(args, machine, max_microbatches=2, costs=costs).seconds
+    stage = simulate_stage(args, machine, max_microbatches=2, costs=costs)
+    return stage.seconds
 
 
-def formula_of(run: PublishedRun, fitted: Fitted = FITTED) -> FormulaStep:
+def formula_of(
+    run: PublishedRun, fitted: Fitted = FITTED, profile: Software | None = None
+) -> FormulaStep:
     """Return the step of a published run by formulas.
 
     Where its recomputation is unknown, it is the least with which the run fits the memory.
@@ -108,16 +119,30 @@ def formula_of(run: PublishedRun, fitted: Fitted = FITTED) -> FormulaStep:
     Args:
         run: the published run.
         fitted: constants of the model of time.
+        profile: of the software; None: that of the run's framework.
 
     Raises:
         NotExpressibleError: says why it cannot be planned.
     """
-    machine, software = machine_of(run), software_of(run)
-    sizes, mesh = sizes_of(run), mesh_of(run)
+    machine = machine_of(run)
+    software = software_of(run, profile)
+    sizes = sizes_of(run)
+    mesh = mesh_of(run)
     stated = recompute_of(run)
-    ways = ways_of(sizes, software) if stated is None else [stated]
+    ways = ways_of(sizes, software)
+    if stated is not None:
+        ways = [stated]
     for way, part in ways:
-        step = StepFormula(sizes, mesh, machine, software, way, part, fitted).step()
+        formula = StepFormula(
+            sizes=sizes,
+            mesh=mesh,
+            machine=machine,
+            software=software,
+            recompute=way,
+            part=part,
+            fitted=fitted,
+        )
+        step = formula.step()
         if step.peak_bytes <= FITTING * machine.memory_bytes:
             break
     return step
@@ -135,5 +160,6 @@ def ways_of(sizes: ModelSizes, software: Software) -> list[tuple[str, float]]:
         ways = [(ATTENTION_CORE, 1.0)]
     if sizes.latent is not None:
         ways.append((LATENT, 1.0))
-    ways += [(FULL, number / PARTS) for number in range(1, PARTS + 1)]
+    for number in range(1, PARTS + 1):
+        ways.append((FULL, number / PARTS))
     return ways

@@ -4,26 +4,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-POSITIVE = ("gpus", "tp", "pp", "cp", "ep", "dp", "global_batch")
-"""Fields of a run that are whole numbers of at least 1."""
-
-POSITIVE_OF_MODEL = ("seq_length", "layers", "hidden", "heads", "kv_heads", "vocab")
-"""Fields of its model that are such numbers too."""
-
-TEXTS = ("id", "framework", "precision", "recompute")
-OBJECTS = {
-    "source": ("title",),
-    "hardware": ("kind", "gpus_per_node"),
-    "model": (*POSITIVE_OF_MODEL, "gated"),
-    "measured": (),
-}
-"""Fields of a run that are objects, and the fields that these have at least."""
+from megatron.planning.published.row_problems import problems_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +28,9 @@ class PublishedRun:
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field, or ``default`` where the row has none or null."""
         value = self.row.get(name)
-        return default if value is None else value
+        if value is None:
+            return default
+        return value
 
     @property
     def name(self) -> str:
@@ -83,13 +71,18 @@ class PublishedRun:
     def memory_gib(self) -> float | None:
         """The measured memory of a GPU in GiB; None: not published."""
         value = self.row["measured"].get("memory_gib")
-        return None if value is None else float(value)
+        if value is None:
+            return None
+        return float(value)
 
     @property
     def notes(self) -> str:
         """The words of the row about its software and its layout."""
-        words = [self.get(name, "") for name in ("strategy", "recompute_note", "notes")]
-        return "; ".join(str(word) for word in words if word)
+        words: list[str] = []
+        for name in ("strategy", "recompute_note", "notes"):
+            if self.get(name):
+                words.append(self.row[name])
+        return "; ".join(words)
 
 
 def read_runs(path: Path) -> list[PublishedRun]:
@@ -116,59 +109,19 @@ def read_runs(path: Path) -> list[PublishedRun]:
         except ValueError as error:
             problems.append(f"line {number} is no JSON: {error}")
             continue
-        found = [*_problems_of(row)]
+        found = [*problems_of(row)]
         if not found and row["id"] in names:
             found.append(f"the id {row['id']} is there twice")
-        problems += [f"line {number}: {problem}" for problem in found]
+        for problem in found:
+            problems.append(f"line {number}: {problem}")
         if not found:
             names.add(row["id"])
             runs.append(PublishedRun(row))
     if not runs and not problems:
         problems.append("there is no run in it")
     if problems:
-        raise ValueError("\n".join([f"{path} is no list of runs:", *_numbered(problems)]))
+        text = f"{path} is no list of runs:"
+        for number, problem in enumerate(problems, 1):
+            text += f"\n  {number}. {problem}"
+        raise ValueError(text)
     return runs
-
-
-def _numbered(problems: list[str]) -> Iterator[str]:
-    for number, problem in enumerate(problems, 1):
-        yield f"  {number}. {problem}"
-
-
-def _problems_of(row: Any) -> Iterator[str]:
-    """Yield everything that is wrong with one row."""
-    if not isinstance(row, dict):
-        yield "an object is expected"
-        return
-    for name in TEXTS:
-        if not isinstance(row.get(name), str):
-            yield f"{name} expects a text but got {row.get(name)!r}"
-    for name in POSITIVE:
-        if not _is_positive(row.get(name)):
-            yield f"{name} expects a whole number above 0 but got {row.get(name)!r}"
-    for name, needed in OBJECTS.items():
-        value = row.get(name)
-        if not isinstance(value, dict):
-            yield f"{name} expects an object but got {value!r}"
-            continue
-        missing = [field for field in needed if value.get(field) is None]
-        if missing:
-            yield f"{name} lacks {', '.join(missing)}"
-        if name == "model":
-            for field in POSITIVE_OF_MODEL:
-                if field not in missing and not _is_positive(value[field]):
-                    yield f"model.{field} expects a whole number above 0 but got {value[field]!r}"
-            if not value.get("ffn") and not value.get("moe"):
-                yield "model lacks ffn"
-    sizes: list[Any] = [row.get(name) for name in ("tp", "pp", "cp", "dp")]
-    if all(map(_is_positive, [row.get("gpus"), *sizes])):
-        num_ranks = prod(map(int, sizes))
-        if num_ranks != row["gpus"]:
-            yield f"gpus is {row['gpus']}, but tp, pp, cp and dp are {num_ranks}"
-    speeds = [row.get(name) for name in ("seconds_a_step", "tokens_per_second_per_gpu")]
-    if not any(isinstance(speed, int | float) and speed > 0 for speed in speeds):
-        yield "seconds_a_step or tokens_per_second_per_gpu is needed, above 0"
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megatron.planning.candidates import Candidate, layers_of_ends
 from megatron.planning.published.published_runs import PublishedRun
 
 VOCABULARY_MULTIPLE = 128
 """Megatron-Core's vocabularies have a multiple of this, times the tensor-parallel ranks."""
+
+
+PRECISIONS = ("bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4")
+"""Precisions of compute that are planned: those of fewer than 16 bits as FP8."""
 
 
 class NotExpressibleError(ValueError):
@@ -22,7 +27,7 @@ def flags_of(run: PublishedRun) -> list[str]:
     Raises:
         NotExpressibleError: says what no flag asks for.
     """
-    return [*_flags_of_model(run), *candidate_of(run).flags(has_experts="moe" in run.model)]
+    return [*_flags_of_model(run), *candidate_of(run).flags(has_experts=bool(run.model.get("moe")))]
 
 
 def candidate_of(run: PublishedRun) -> Candidate:
@@ -31,15 +36,7 @@ def candidate_of(run: PublishedRun) -> Candidate:
     Raises:
         NotExpressibleError: says what no flag asks for.
     """
-    micro_batch = run.get("micro_batch")
-    if micro_batch is None:
-        raise NotExpressibleError("the sequences of a microbatch are not published")
-    recompute = run["recompute"]
-    if run["global_batch"] % (micro_batch * run["dp"]):
-        raise NotExpressibleError(
-            f"{run['dp']} data ranks with {micro_batch} sequences do not divide"
-            f" {run['global_batch']}"
-        )
+    micro_batch = micro_batch_of(run)
     num_layers = run.model["layers"]
     ends = None
     if num_layers % run["pp"]:
@@ -53,10 +50,27 @@ def candidate_of(run: PublishedRun) -> Candidate:
         expert=run["ep"],
         level=run.get("zero_level", 0),
         outer=run.get("shard_copies", 1),
-        recomputes=recompute == "full",
+        recomputes=run["recompute"] == "full",
         micro_batch=micro_batch,
         layers_of_ends=ends,
     )
+
+
+def micro_batch_of(run: PublishedRun) -> int:
+    """Return the sequences of a microbatch of a run.
+
+    Raises:
+        NotExpressibleError: says that they are not published, or do not divide the batch.
+    """
+    micro_batch: int | None = run.get("micro_batch")
+    if micro_batch is None:
+        raise NotExpressibleError("the sequences of a microbatch are not published")
+    if run["global_batch"] % (micro_batch * run["dp"]):
+        raise NotExpressibleError(
+            f"{run['dp']} data ranks with {micro_batch} sequences do not divide"
+            f" {run['global_batch']}"
+        )
+    return micro_batch
 
 
 def _flags_of_model(run: PublishedRun) -> Iterator[str]:
@@ -73,43 +87,70 @@ def _flags_of_model(run: PublishedRun) -> Iterator[str]:
         "--global-batch-size": run["global_batch"],
         "--ffn-hidden-size": model.get("ffn") or model["moe"]["expert_ffn"],
     }
-    if model.get("head_dim") and "mla" not in model:
+    if model.get("head_dim") and not model.get("mla"):
         sizes["--kv-channels"] = model["head_dim"]
-    for flag, size in sizes.items():
-        yield from (flag, str(size))
     if model["kv_heads"] != model["heads"]:
-        yield from ("--group-query-attention", "--num-query-groups", str(model["kv_heads"]))
+        yield "--group-query-attention"
+        sizes["--num-query-groups"] = model["kv_heads"]
+    yield from _words(sizes)
     if model["gated"]:
         yield "--swiglu"
     elif model.get("activation") == "squared_relu":
         yield "--squared-relu"
-    if not model.get("bias") or "moe" in model:
+    if not model.get("bias") or model.get("moe"):
         yield "--disable-bias-linear"
-    is_rms = str(model.get("norm", "")).startswith("RMS")
-    yield from ("--normalization", "RMSNorm" if is_rms else "LayerNorm")
-    is_rotary = model.get("position", "rope") == "rope"
-    yield from ("--position-embedding-type", "rope" if is_rotary else "learned_absolute")
+    norm = "LayerNorm"
+    if str(model.get("norm") or "").startswith("RMS"):
+        norm = "RMSNorm"
+    yield from ("--normalization", norm)
+    position = "learned_absolute"
+    if (model.get("position") or "rope") == "rope":
+        position = "rope"
+    yield from ("--position-embedding-type", position)
     if not model.get("tied") or run["pp"] > 1:
         yield "--untie-embeddings-and-output-weights"
-    yield "--fp16" if run["precision"] == "fp16" else "--bf16"
+    if run["precision"] == "fp16":
+        yield "--fp16"
+    elif run["precision"] != "fp32":
+        yield "--bf16"
     yield from ("--attention-dropout", "0", "--hidden-dropout", "0")
     yield from ("--lr", "1e-4", "--train-iters", "1000", "--mock-data")
-    if "mla" in model:
-        latent = model["mla"]
-        yield "--multi-latent-attention"
-        if latent.get("q_lora"):
-            yield from ("--q-lora-rank", str(latent["q_lora"]))
-        yield from ("--kv-lora-rank", str(latent["kv_lora"]))
-        yield from ("--qk-head-dim", str(latent["qk_head"]))
-        yield from ("--qk-pos-emb-head-dim", str(latent["qk_rope_head"]))
-        yield from ("--v-head-dim", str(latent["v_head"]))
-    if "moe" in model:
-        experts = model["moe"]
-        dense = experts.get("dense_first_layers") or 0
-        yield from ("--num-experts", str(experts["experts"]))
-        yield from ("--moe-router-topk", str(experts["top_k"]))
-        yield from ("--moe-ffn-hidden-size", str(experts["expert_ffn"]))
-        yield from ("--moe-layer-freq", f"[0]*{dense}+[1]*{model['layers'] - dense}")
-        yield from ("--moe-token-dispatcher-type", "alltoall")
-        if experts.get("shared_ffn"):
-            yield from ("--moe-shared-expert-intermediate-size", str(experts["shared_ffn"]))
+    if model.get("mla"):
+        yield from _flags_of_latents(model["mla"])
+    if model.get("moe"):
+        yield from _flags_of_experts(model["moe"], model["layers"])
+
+
+def _flags_of_latents(latent: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the flags of multi-latent attention."""
+    yield "--multi-latent-attention"
+    sizes = {
+        "--q-lora-rank": latent.get("q_lora"),
+        "--kv-lora-rank": latent["kv_lora"],
+        "--qk-head-dim": latent["qk_head"],
+        "--qk-pos-emb-head-dim": latent["qk_rope_head"],
+        "--v-head-dim": latent["v_head"],
+    }
+    yield from _words(sizes)
+
+
+def _flags_of_experts(experts: Mapping[str, Any], num_layers: int) -> Iterator[str]:
+    """Yield the flags of layers with experts."""
+    dense = experts.get("dense_first_layers") or 0
+    sizes = {
+        "--num-experts": experts["experts"],
+        "--moe-router-topk": experts["top_k"],
+        "--moe-ffn-hidden-size": experts["expert_ffn"],
+        "--moe-shared-expert-intermediate-size": experts.get("shared_ffn"),
+        "--moe-layer-freq": f"[0]*{dense}+[1]*{num_layers - dense}",
+        "--moe-token-dispatcher-type": "alltoall",
+    }
+    yield from _words(sizes)
+
+
+def _words(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield flags with their values, but for those that are missing, null or 0."""
+    for flag, value in values.items():
+        if value:
+            yield flag
+            yield str(value)

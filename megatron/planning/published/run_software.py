@@ -1,14 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes, the layout and the software of a published run, as the row states them.
 
-[Note: software of frameworks] A row names its framework. What is known of each from its own
-documentation is a property of the software, not a constant of the source: whether kernels are
-fused, which attention it calls, what overlaps, and in which dtypes gradients are kept.
+[Note: software of frameworks] A row names its framework. What its documentation says, or its code,
+is a property of the software: whether kernels are fused, which attention it calls, what overlaps,
+and in which dtypes gradients are kept. Numbers that no page has, such as the bytes of the loss, the
+copies of heads and what the allocator reserves, are estimates. Most sources have one framework, so
+a profile is little else than a choice for each source, made with its errors in view: no
+cross-validation can test it.
+
+[Note: words of a row] Where fields are texts, these words in them are read:
+
+    hardware.gpu           "limit 500 W": of its power
+    hardware.inside        "900 GB/s": of its links in both directions
+    model.norm             begins with "RMS": RMSNorm, otherwise LayerNorm
+    model.position         "rope", otherwise learned
+    model.window_layers    begins with "every o", as "every other": half of the layers have it
+    precision              one of bf16, fp16, fp32, fp8, mxfp8, nvfp4
+    framework              a name of ``FRAMEWORKS`` in it
+    strategy, recompute_note, notes (any of them)
+        "async TP" or "asynchronous TP"       messages of tensor parallelism overlap
+        "no fused attention"                  scores are in memory
+        "without sequence parallelism"        norms and residuals are not divided
+        "with one layer that predicts a second token"  unless not_stated has "further tokens"
+    recompute_note of selective recomputation
+        "every second layer"                  half of the layers, whole
+        "one matrix product in two"           torchtitan's
+        "latent", "mlp"                       what these names say; otherwise the core of attention
+    measured.memory_kind   "rank 0": the memory of the first stage, otherwise the most of all
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from megatron.planning.costs.layer_memory import (
@@ -21,8 +43,14 @@ from megatron.planning.costs.layer_memory import (
 )
 from megatron.planning.costs.model_sizes import ExpertSizes, LatentSizes, ModelSizes, RunLayout
 from megatron.planning.costs.software import COMPILED, EAGER, UNFUSED, Software
+from megatron.planning.costs.update_bytes import ALL_BY_TORCH, CLIPPED_BY_TORCH
 from megatron.planning.published.published_runs import PublishedRun
-from megatron.planning.published.run_flags import VOCABULARY_MULTIPLE, NotExpressibleError
+from megatron.planning.published.run_flags import (
+    PRECISIONS,
+    VOCABULARY_MULTIPLE,
+    NotExpressibleError,
+    micro_batch_of,
+)
 
 _MEGATRON = Software(loss_bytes=30, kept_logit_bytes=8, overlaps_tensor=True)
 _TORCH_FSDP = Software(
@@ -31,9 +59,12 @@ _TORCH_FSDP = Software(
     has_fused_norm=False,
     copies_of_heads=2,
     keeps_gathered=True,
-    update_bytes=48,
+    update_bytes=CLIPPED_BY_TORCH,
 )
 
+_COMPOSER = replace(
+    _TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=ALL_BY_TORCH
+)
 _XLA = Software(attention="cudnn", fusion=COMPILED, loss_bytes=12, kept_logit_bytes=8)
 
 FRAMEWORKS: dict[str, Software] = {
@@ -54,7 +85,8 @@ FRAMEWORKS: dict[str, Software] = {
     "megatron": _MEGATRON,
     "torchtitan": replace(_TORCH_FSDP, reserves=1.03),
     # llm-foundry: Triton's attention, norms in low precision, gelu.
-    "composer": replace(_TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=100),
+    "composer": _COMPOSER,
+    "llm-foundry": _COMPOSER,
     # FlashAttention, its RMSNorm in Triton; gradients accumulate in fp32 by hooks.
     "nanotron": Software(
         attention="flash2",
@@ -64,7 +96,7 @@ FRAMEWORKS: dict[str, Software] = {
         copies_of_heads=5,
         keeps_gathered=True,
         balances_stages=True,
-        update_bytes=100,
+        update_bytes=ALL_BY_TORCH,
     ),
     "maxtext": _XLA,
     "jax": _XLA,
@@ -74,41 +106,61 @@ FRAMEWORKS: dict[str, Software] = {
     "deepseek": replace(_MEGATRON, deduplicates_tokens=True, overlaps_exchange=True),
     "deepspeed": _TORCH_FSDP,
     "megatron-deepspeed": Software(attention="flash2", loss_bytes=70),
-    "llm-foundry": replace(
-        _TORCH_FSDP, attention="triton2023", has_fused_norm=True, update_bytes=100
-    ),
 }
 """What frameworks do, by the begin of their names; see [Note: software of frameworks]."""
 
 
-def software_of(run: PublishedRun) -> Software:
-    """Return the software of a run."""
+def software_of(run: PublishedRun, profile: Software | None = None) -> Software:
+    """Return the software of a run.
+
+    Args:
+        run: the published run.
+        profile: what its framework does; None: that of ``FRAMEWORKS``.
+    """
     name = str(run["framework"]).lower()
-    found = [known for known in FRAMEWORKS if known in name]
-    software = FRAMEWORKS[max(found, key=len)] if found else _TORCH_FSDP
+    software = profile or profile_of(name)
     notes = run.notes.lower()
     needs_compiler = name == "torchtitan" and run["precision"] == "fp8"
-    if run.get("compile") or (run.get("compile") is None and needs_compiler):
+    if run.get("compile", needs_compiler):
         software = replace(
-            software, fusion=COMPILED, copies_of_heads=0.5, loss_bytes=12, kept_logit_bytes=12
+            software,
+            fusion=COMPILED,
+            copies_of_heads=0.5,
+            loss_bytes=12,
+            kept_logit_bytes=12,
         )
     if "no fused attention" in notes:
         software = replace(software, attention=UNFUSED)
     if "async tp" in notes or "asynchronous tp" in notes:
         software = replace(software, overlaps_tensor=True)
-    if run["precision"] == "fp8":
+    if run["precision"] == "fp32":
+        software = replace(software, compute_bytes=4, weight_bytes=4, gather_bytes=4)
+    elif run["precision"] not in ("bf16", "fp16"):
         software = replace(software, uses_fp8=True)
         if software.fusion == COMPILED:  # torchtitan's float8 casts weights before their gather
             software = replace(software, gather_bytes=1)
     if name == "megatron-bridge" and str(run.hardware["kind"]).startswith("gb"):
         software = replace(software, uses_graphs=True)  # as its recipes have it on GB200 and GB300
     reduction = run.get("gradient_reduction")
-    if reduction is not None:
-        software = replace(software, reduce_bytes=4 if reduction == "fp32" else 2)
+    if reduction == "fp32":
+        software = replace(software, reduce_bytes=4)
+    elif reduction is not None:
+        software = replace(software, reduce_bytes=2)
     if run.get("zero_level", 0) < 3:
         # Megatron-Core keeps gradients in the dtype in which it reduces them.
         software = replace(software, gradient_bytes=software.reduce_bytes)
     return software
+
+
+def profile_of(framework: str) -> Software:
+    """Return what a framework does, by the longest name that is known in its own."""
+    profile = _TORCH_FSDP
+    longest = 0
+    for known, software in FRAMEWORKS.items():
+        if known in framework and len(known) > longest:
+            profile = software
+            longest = len(known)
+    return profile
 
 
 def sizes_of(run: PublishedRun) -> ModelSizes:
@@ -135,7 +187,9 @@ def sizes_of(run: PublishedRun) -> ModelSizes:
             value=mla["v_head"],
         )
     multiple = VOCABULARY_MULTIPLE * run["tp"]
-    has_window = model.get("window") and str(model.get("window_layers", "")).startswith("every o")
+    window = 0
+    if str(model.get("window_layers") or "").startswith("every o"):
+        window = model.get("window") or 0
     return ModelSizes(
         layers=model["layers"],
         dense_layers=dense_layers,
@@ -152,7 +206,7 @@ def sizes_of(run: PublishedRun) -> ModelSizes:
         is_tied=bool(model.get("tied")),
         experts=experts,
         latent=latent,
-        window=int(model["window"]) if has_window else 0,
+        window=window,
         has_query_norm=bool(model.get("qk_norm")),
         predicted_tokens=predicted_tokens_of(run),
     )
@@ -160,9 +214,10 @@ def sizes_of(run: PublishedRun) -> ModelSizes:
 
 def predicted_tokens_of(run: PublishedRun) -> int:
     """Return the number of layers that predict further tokens, by the notes of a row."""
-    is_open = any("further tokens" in str(each) for each in run.get("not_stated", ()))
-    says_so = re.search(r"with one layer that predicts a second token", run.notes)
-    return int(says_so is not None and not is_open)
+    for each in run.get("not_stated", ()):
+        if "further tokens" in str(each):
+            return 0
+    return int("with one layer that predicts a second token" in run.notes)
 
 
 def mesh_of(run: PublishedRun) -> RunLayout:
@@ -171,15 +226,16 @@ def mesh_of(run: PublishedRun) -> RunLayout:
     Raises:
         NotExpressibleError: says what the row lacks.
     """
-    micro_batch = run.get("micro_batch")
-    if micro_batch is None:
-        raise NotExpressibleError("the sequences of a microbatch are not published")
-    if run["global_batch"] % (micro_batch * run["dp"]):
+    if run["precision"] not in PRECISIONS:
         raise NotExpressibleError(
-            f"{run['dp']} data ranks with {micro_batch} sequences do not divide"
-            f" {run['global_batch']}"
+            f"precision {run['precision']} is none of {', '.join(PRECISIONS)}"
         )
     level = run.get("zero_level", 0)
+    expert_tensor = run.get("etp")
+    if expert_tensor is None:
+        expert_tensor = 1
+        if run.model.get("moe"):
+            expert_tensor = run["tp"]
     return RunLayout(
         gpus=run["gpus"],
         tensor=run["tp"],
@@ -187,10 +243,10 @@ def mesh_of(run: PublishedRun) -> RunLayout:
         virtual=run.get("vpp", 1),
         context=run["cp"],
         expert=run["ep"],
-        expert_tensor=run.get("etp") or (run["tp"] if "moe" in run.model else 1),
+        expert_tensor=expert_tensor,
         level=level,
         copies=run.get("shard_copies", 1),
-        micro_batch=micro_batch,
+        micro_batch=micro_batch_of(run),
         global_batch=run["global_batch"],
         is_sequence_parallel=has_sequence_parallelism(run),
         is_fsdp=level >= 2,
@@ -201,7 +257,8 @@ def has_sequence_parallelism(run: PublishedRun) -> bool:
     """Return True if tensor ranks divide the sequence in norms and residuals."""
     if "without sequence parallelism" in run.notes:
         return False
-    return bool(run.get("sp", run["tp"] > 1))
+    has_ranks: bool = run["tp"] > 1
+    return bool(run.get("sp", has_ranks))
 
 
 SELECTIVE = {"one matrix product in two": PRODUCTS, "latent": LATENT, "mlp": MLP}
