@@ -6,7 +6,7 @@
 The process pretends to be rank 0 of a world, with torch's fake process group, and shards and trains
 a small model on CPU. The collectives of tensors do nothing: torch's fake ones copy the shard of
 every rank. Printed are the seconds of the main thread: to shard the model and the optimizer, and
-the median of the steps after the first; and how long ``tools/plan.py`` takes for Llama 3 70B.
+the median of the steps after the first; and how long ``tools/plan.py`` takes for Llama 3 70B with two sequences for each GPU.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def shard_and_train(num_ranks: int, num_units: int, width: int) -> tuple[float, 
 
 def plan(num_ranks: int) -> float:
     """Return the seconds that a plan of Llama 3 70B takes for a number of GPUs."""
-    command = [sys.executable, str(PLAN), "--preset", "llama3-70b", "--gpus", f"{num_ranks}xH100"]
+    command = [sys.executable, str(PLAN), "--model", "llama-3-70b", "--gpus", str(num_ranks)]
+    command += ["--global-batch-size", str(2 * num_ranks)]
     begin = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True)
     return time.perf_counter() - begin

@@ -131,7 +131,10 @@ class Cluster:
 
     def _nodes_of(self, ranks: Sequence[int]) -> int:
         """Return the number of nodes, or racks, that ranks are on."""
-        return len({rank // self.domain for rank in ranks})
+        domain = self.domain
+        if isinstance(ranks, range) and ranks.step <= domain:  # no node is left out
+            return ranks[-1] // domain - ranks[0] // domain + 1
+        return len({rank // domain for rank in ranks})
 
     def _latency(self, num_nodes: int) -> float:
         """Return the latency of the links that join ranks on so many nodes."""
