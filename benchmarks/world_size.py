@@ -6,7 +6,8 @@
 The process pretends to be rank 0 of a world, with torch's fake process group, and shards and trains
 a small model on CPU. The collectives of tensors do nothing: torch's fake ones copy the shard of
 every rank. Printed are the seconds of the main thread: to shard the model and the optimizer, and
-the median of the steps after the first; and how long ``tools/plan.py`` takes for Llama 3 70B with two sequences for each GPU.
+the median of the steps after the first; and how long ``tools/plan.py`` takes for Llama 3 70B with
+two sequences for each GPU.
 """
 
 from __future__ import annotations
