@@ -132,6 +132,14 @@ STEPS = (
         files=("trace.json", "memory.pickle"),
     ),
     Step(
+        "a step beside its plan",
+        TORCHRUN + " -m tests.gpu.planned_step {folder}" + LARGE,
+        rehearsal=SMALL + " --kind h100",
+        needs=("megatron.core",),
+        figures="^figure",
+        files=("measured_run.jsonl",),
+    ),
+    Step(
         "Megatron-Core",
         TORCHRUN + PRETRAIN,
         rehearsal=FEW_ITERATIONS,

@@ -43,7 +43,7 @@ from megatron.planning.costs.layer_memory import (
 )
 from megatron.planning.costs.model_sizes import ExpertSizes, LatentSizes, ModelSizes, RunLayout
 from megatron.planning.costs.software import COMPILED, EAGER, UNFUSED, Software
-from megatron.planning.costs.update_bytes import ALL_BY_TORCH, CLIPPED_BY_TORCH
+from megatron.planning.costs.update_bytes import ALL_BY_TORCH, CLIPPED_BY_TORCH, ONE_PASS
 from megatron.planning.published.published_runs import PublishedRun
 from megatron.planning.published.run_flags import (
     PRECISIONS,
@@ -105,6 +105,8 @@ FRAMEWORKS: dict[str, Software] = {
     # Its own kernels: DeepGEMM, DeepEP, a bidirectional pipeline.
     "deepseek": replace(_MEGATRON, deduplicates_tokens=True, overlaps_exchange=True),
     "deepspeed": _TORCH_FSDP,
+    # This library, in a loop that does not clip: one kernel over flat segments.
+    "fully_shard": replace(_TORCH_FSDP, keeps_gathered=False, update_bytes=ONE_PASS),
     "megatron-deepspeed": Software(attention="flash2", loss_bytes=70),
 }
 """What frameworks do, by the begin of their names; see [Note: software of frameworks]."""
