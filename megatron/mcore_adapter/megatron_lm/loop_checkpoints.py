@@ -35,6 +35,7 @@ from megatron.mcore_adapter.checkpoints.checkpoint_source import (
     non_persistent_root,
 )
 from megatron.mcore_adapter.checkpoints.entered_together import entered_together
+from megatron.mcore_adapter.core_optimizers import make_optimizer_state
 from megatron.mcore_adapter.megatron_lm.loaded_names import Arguments, Function, with_original
 from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.run.environment import log
@@ -175,6 +176,8 @@ class LoopCheckpoints:
             source = checkpointing.choose_source(args, log)
             if source is None:
                 return 0, 0
+            if parts.optimizer is not None:  # moments that have scales are read without them
+                make_optimizer_state(parts.optimizer)
             with entered_together():
                 progress = checkpointing.load_source(source, args, parts, log)
         if args.save:
