@@ -7,7 +7,7 @@ The process pretends to be rank 0 of a world, with torch's fake process group, a
 a small model on CPU. The collectives of tensors do nothing: torch's fake ones copy the shard of
 every rank. Printed are the seconds of the main thread: to shard the model and the optimizer, and
 the median of the steps after the first; and how long ``tools/plan.py`` takes for Llama 3 70B with
-two sequences for each GPU.
+two sequences for each GPU, if the model fits there.
 """
 
 from __future__ import annotations
@@ -69,12 +69,15 @@ def shard_and_train(num_ranks: int, num_units: int, width: int) -> tuple[float, 
     return sharding, statistics.median(steps[1:])
 
 
-def plan(num_ranks: int) -> float:
-    """Return the seconds that a plan of Llama 3 70B takes for a number of GPUs."""
+def plan(num_ranks: int) -> float | None:
+    """Return the seconds that a plan of Llama 3 70B takes for a number of GPUs; None: none fits."""
     command = [sys.executable, str(PLAN), "--model", "llama-3-70b", "--gpus", str(num_ranks)]
     command += ["--global-batch-size", str(2 * num_ranks)]
     begin = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "nothing fits" in done.stderr:
+        return None
+    done.check_returncode()
     return time.perf_counter() - begin
 
 
@@ -91,7 +94,10 @@ def main(ranks: tuple[int, ...], units: int, width: int, plans: bool) -> None:
     print("|---|---|---|---|")
     for num_ranks in ranks:
         sharding, step = shard_and_train(num_ranks, units, width)
-        planning = f"{plan(num_ranks):.1f}" if plans else ""
+        planning = ""
+        if plans:
+            seconds = plan(num_ranks)
+            planning = "nothing fits" if seconds is None else f"{seconds:.1f}"
         print(f"| {num_ranks} | {sharding:.3f} | {step:.4f} | {planning} |")
 
 
