@@ -55,6 +55,7 @@ class DistributedDataParallelConfig:
     megatron_fsdp_max_pool_double_buffer: bool = False
     expert_data_parallel_sharding_strategy: str | int | None = None
     expert_outer_dp_sharding_strategy: str | int | None = None
+    embedding_data_parallel_sharding_strategy: str | int | None = None
     megatron_fsdp_offload_policy: Any = None
     megatron_fsdp_granularity: str | int = "prefer_rows"
 

@@ -86,6 +86,7 @@ ALL_KEYWORDS = set[str]().union(*[names.values() for names in KEYWORDS.values()]
 FIELDS = {
     "zero_dp_strategy": "data_parallel_sharding_strategy",
     "expert_zero_dp_strategy": "expert_data_parallel_sharding_strategy",
+    "embedding_zero_dp_strategy": "embedding_data_parallel_sharding_strategy",
     "report_nan_in_param_grad": "check_for_nan_in_grad",
     "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
     "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",

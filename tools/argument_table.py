@@ -37,6 +37,7 @@ WAYS = {
     "outer_dp_sharding_strategy": same_name("outer_dp_sharding_strategy"),
     "expert_zero_dp_strategy": same_name("expert_data_parallel_sharding_strategy"),
     "expert_outer_dp_sharding_strategy": same_name("expert_outer_dp_sharding_strategy"),
+    "embedding_zero_dp_strategy": same_name("embedding_data_parallel_sharding_strategy"),
     "dp_outer_dim": OtherWays(flags=("--num-distributed-optimizer-instances",)),
     "tp_dim": OtherWays(flags=("--tensor-model-parallel-size",)),
     "expt_device_mesh": OtherWays(

@@ -66,6 +66,7 @@ NOT_BY_FORMULAS = {
     "fp4_param": "--fp4-param-gather",
     "expert_data_parallel_sharding_strategy": "--expert-data-parallel-sharding-strategy",
     "expert_outer_dp_sharding_strategy": "--expert-outer-dp-sharding-strategy",
+    "embedding_data_parallel_sharding_strategy": "--embedding-data-parallel-sharding-strategy",
     "window_size": "--window-size",
 }
 """Arguments that the engine plans and formulas do not, and their flags."""

@@ -25,6 +25,7 @@ from megatron.fsdp import Offload, Strategy
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.module.shown_parameters import PASSED_ON
+from megatron.fsdp.module.unit_choice import embedding_parameters
 from megatron.mcore_adapter.axes import complete, expert_tensor_group, instance_group, mesh_axes
 from megatron.mcore_adapter.captured_iterations import call_with_new_weights, captures_iterations
 from megatron.mcore_adapter.core_engine import CoreEngine
@@ -263,6 +264,8 @@ def _for_engine(
         # Other pipeline stages have them.
         ddp_config.expert_data_parallel_sharding_strategy = None
         ddp_config.expert_outer_dp_sharding_strategy = None
+    if config.pipeline_model_parallel_size > 1 and not embedding_parameters(module):
+        ddp_config.embedding_data_parallel_sharding_strategy = None
     if captures_iterations(config):
         ddp_config.megatron_fsdp_cuda_graph_mode = True  # fixed addresses
         FullCudaGraphWrapper.__call__ = call_with_new_weights

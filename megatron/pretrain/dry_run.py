@@ -187,6 +187,7 @@ def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
             outer=args.outer_dp_sharding_strategy,
             expert_level=args.expert_data_parallel_sharding_strategy,
             expert_outer=args.expert_outer_dp_sharding_strategy,
+            embedding_level=args.embedding_data_parallel_sharding_strategy,
         ),
         precision=precision_policy(settings),
         dense=AxisSizes(args.data_parallel_size * args.context_parallel_size // outer, outer),

@@ -41,6 +41,8 @@ def test_losses_and_norms_are_those_of_megatron_cores_data_parallelism(name: str
 EVALUATED = f"{SHORT} --eval-iters 1 --eval-interval 1 --overlap-grad-reduce"
 FP16 = "--train-iters 6 --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 1"
 
+OF_EMBEDDINGS = "--embedding-data-parallel-sharding-strategy optim"
+
 FEATURES = {
     "evaluation_pp2": Combination(2, "pp2", 3, LLAMA, EVALUATED),
     "evaluation_vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, EVALUATED, layers=4),
@@ -57,6 +59,11 @@ FEATURES = {
     "statistics_tp2_zero0": Combination(4, "tp2", 0, LLAMA, SHORT),
     "statistics_pp2_tied": Combination(2, "pp2", 3, TIED, SHORT),
     "statistics_ep2_zero0": Combination(2, "ep2", 0, MOE, SHORT),
+    "embeddings_pp2_tied": Combination(2, "pp2", 3, TIED, SHORT, OF_EMBEDDINGS),
+    "embeddings_vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, SHORT, OF_EMBEDDINGS, layers=4),
+    "embeddings_hybrid": Combination(
+        4, "inst2", 3, LLAMA, SHORT, f"{OPTIM_OUTSIDE} {OF_EMBEDDINGS}"
+    ),
     "per_token_loss_cp2": Combination(2, "cp2", 3, LLAMA, f"{SHORT} {PER_TOKEN}"),
     "per_token_loss_tp2_sp": Combination(2, "tp2 sp", 3, LLAMA, f"{SHORT} {PER_TOKEN}"),
 }

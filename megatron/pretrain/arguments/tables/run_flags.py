@@ -124,6 +124,14 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
             NEEDS_EXPERTS,
             ENGINE,
         ),
+        choice(
+            "--embedding-data-parallel-sharding-strategy",
+            "|".join(LEVELS[1:]),
+            "that of embeddings and output layer, if another",
+            NEEDS_FSDP,
+            Needs("data_parallel_sharding_strategy", LEVELS[1:]),
+            ENGINE,
+        ),
         switch(
             "--create-all-gather-group",
             "a communicator of its own for gathers",

@@ -38,6 +38,11 @@ DATA_PARALLELISM = (
         ddp__expert_data_parallel_sharding_strategy="optim",
     ),
     changes(
+        "--embedding-data-parallel-sharding-strategy optim",
+        FSDP,
+        ddp__embedding_data_parallel_sharding_strategy="optim",
+    ),
+    changes(
         "--expert-outer-dp-sharding-strategy optim",
         f"{FSDP} {EXPERTS} --expert-model-parallel-size 2 --num-distributed-optimizer-instances 2",
         ddp__expert_outer_dp_sharding_strategy="optim",
