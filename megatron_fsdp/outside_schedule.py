@@ -138,7 +138,7 @@ class OutsideSchedule(ShardedModule):
         self._hooks.calls.remove(call)
         self._hooks.end_use(call, call.used_units)
         prefetcher = self._schedule.prefetcher
-        prefetcher.reshard_idle(set(self._units))
+        prefetcher.reshard_if_unused(set(self._units))
         prefetcher.is_enabled = self._overlaps
 
     def _hold_gradients(self) -> None:

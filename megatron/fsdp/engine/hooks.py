@@ -226,7 +226,7 @@ class UnitHooks:
         """Unshard ``unit`` for the innermost call, until it ends, unless a call already uses it."""
         if not any(unit in call.used_units for call in self.calls):
             self.calls[-1].borrowed.append(unit)
-            self._schedule.borrow(unit, self.calls[-1])
+            self._schedule.unshard_for(unit, self.calls[-1])
 
     def end_use(self, call: UnitCall, units: Sequence[Unit]) -> None:
         """Note that ``call`` no longer needs ``units``."""

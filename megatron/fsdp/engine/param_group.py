@@ -278,7 +278,7 @@ class ParamGroup:
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
-        """Make compute wait for the all-gather that :func:`unshard` has started, if any."""
+        """Make compute wait for the all-gather that :func:`unshard_groups` has started, if any."""
         if self._all_gather is not None:
             with observe.work(self.unit_name, "wait for unshard"):
                 self._all_gather.wait()
@@ -337,7 +337,7 @@ class ParamGroup:
         self._kept = None
         self._make_due()
         if self.reshards_after_use and self.state is WeightState.STALE:
-            unshard([self])  # a call is using the unit: gather the new values now
+            unshard_groups([self])  # a call is using the unit: gather the new values now
             self.wait_for_unshard()
 
     def _make_due(self) -> None:
@@ -365,7 +365,7 @@ class ParamGroup:
 
 
 @outside_transforms
-def unshard(groups: Sequence[ParamGroup]) -> None:
+def unshard_groups(groups: Sequence[ParamGroup]) -> None:
     """Start the all-gathers of groups of a unit, unless they are done or under way."""
     # In one launch where the ranks are the same: see [Note: one launch for several gathers].
     by_ranks: dict[tuple[bool, Hashable], list[ParamGroup]] = defaultdict(list)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.device import current_pass
-from megatron.fsdp.engine.param_group import ParamGroup, unshard
+from megatron.fsdp.engine.param_group import ParamGroup, unshard_groups
 from megatron.fsdp.engine.states import BackwardState, CallState, StateOwner, WeightState
 
 # The number that stands for the forward; no backward pass has it.
@@ -170,7 +170,7 @@ class Unit(StateOwner[BackwardState]):
 
     def unshard(self) -> None:
         """Start the all-gathers of all groups that are not unsharded yet."""
-        unshard(self.groups)
+        unshard_groups(self.groups)
 
     def wait_for_unshard(self) -> None:
         """Make compute wait for the all-gathers that have started."""

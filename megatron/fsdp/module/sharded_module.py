@@ -433,7 +433,7 @@ class ShardedModule(nn.Module):
         """
         for observer in observe.observers:
             observer.begin_step()
-        self._schedule.prefetcher.weights_change()
+        self._schedule.prefetcher.reshard_for_new_weights()
         if not self._settings.memory.registers_manually:
             self._assign_memory_slots()
         for group in self.groups:
@@ -492,7 +492,7 @@ class ShardedModule(nn.Module):
 
     def reshard(self, module: nn.Module | None = None) -> None:
         """Free the gathered weights of one unit at level 3, unless a call uses them."""
-        self._schedule.prefetcher.reshard_idle(set(units_of(self._units, module)))
+        self._schedule.prefetcher.reshard_if_unused(set(units_of(self._units, module)))
 
     def broadcast_params(self) -> None:
         """Broadcast main weights from the first rank of every axis that replicates them."""
@@ -517,7 +517,7 @@ class ShardedModule(nn.Module):
 
     def _assign_memory_slots(self) -> None:
         if self._memory_slots is not None and not self._memory_slots.is_complete:
-            self._schedule.prefetcher.reshard_unused()  # buffers in use would get no slots
+            self._schedule.prefetcher.reshard_prefetched()  # buffers in use would get no slots
             self._memory_slots.assign(self._groups_that_end_together())
 
     # ---- calls of the parts

@@ -165,7 +165,7 @@ class UnitHandle(UnshardHandle):
     def __init__(self, units: Sequence[Unit], prefetcher: Prefetcher):
         self._units = units
         for unit in units:
-            prefetcher.used(unit)
+            prefetcher.before_use(unit)
             if not unit.blockers:  # otherwise the call gathers, when its memory slot is free
                 unit.unshard()
 
