@@ -284,10 +284,10 @@ def fully_shard_optimizer(
     """Shard an optimizer over the ``parameters()`` of a sharded model, in place, and return it.
 
     Its ``step(closure=None, *, sync_grad_before_optimizer_step=True,
-    install_optimized_model_weights=True)`` finishes reductions, updates the main weights and casts
-    them into the compute weights. Its ``zero_grad(set_to_none=True, *, zero_grad_buffer=True)``
-    also clears the accumulation buffers. The state of torch's optimizers is created at once
-    (moments zero, step 0).
+    install_optimized_model_weights=True)`` finishes reductions and updates the main weights; the
+    next forward casts and gathers them. Its ``zero_grad(set_to_none=True, *,
+    zero_grad_buffer=True)`` also clears the accumulation buffers. The state of torch's optimizers
+    is created at once (moments zero, step 0).
 
     Args:
         optimizer: any optimizer. Element-wise ones of torch step on flat tensors, Muon on matrices

@@ -71,7 +71,7 @@ class WeightAverage:
             kept = group.main_shard.clone()
             group.main_shard.copy_(average)
             average.copy_(kept)
-            group.install_main_weights()
+            group.mark_main_weights_changed()
 
     def _named(self) -> dict[str, ShardedParam]:
         named = {}

@@ -44,7 +44,7 @@ class Observer:
         """Note that the backward pass is over."""
 
     def begin_step(self) -> None:
-        """Note that the optimizer has made a step."""
+        """Note a step of the optimizer, or a call of ``install_optimized_model_weights``."""
 
     def storage(self, action: str, tensor: torch.Tensor) -> None:
         """Note that the storage of a flat tensor is allocated ("allocate") or freed ("release")."""

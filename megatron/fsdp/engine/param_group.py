@@ -332,8 +332,8 @@ class ParamGroup:
             self._make_due()
 
     @torch.no_grad()
-    def install_main_weights(self) -> None:
-        """Make the next use of the unit cast and gather main weights as they are then."""
+    def mark_main_weights_changed(self) -> None:
+        """Mark main weights as changed: the next use of the unit casts and gathers them."""
         self._kept = None
         self._make_due()
         if self.reshards_after_use and self.state is WeightState.STALE:
@@ -361,7 +361,7 @@ class ParamGroup:
                     over_inner=self.partition.num_inner == 1,
                     over_outer=self.partition.num_outer == 1,
                 )
-            self.install_main_weights()
+            self.mark_main_weights_changed()
 
 
 @outside_transforms

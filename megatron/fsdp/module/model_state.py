@@ -115,7 +115,7 @@ def load_model_state(
             sharded_params[name].parameter._local_tensor.copy_(shard)
     (load_buffers or module.load_state_dict)(parts.others, strict=False)
     for group in dict.fromkeys([sharded_params[name].group for name in parts.shards]):
-        group.install_main_weights()  # quantized with scales that are among the buffers
+        group.mark_main_weights_changed()  # quantized with scales that are among the buffers
     return _IncompatibleKeys(parts.missing, parts.unexpected)
 
 
@@ -220,7 +220,7 @@ def accept_full_tensors(module: nn.Module) -> set[int]:
 
     def install(inner: nn.Module, incompatible_keys: Any) -> None:
         for group in changed:
-            group.install_main_weights()
+            group.mark_main_weights_changed()
         changed.clear()
 
     handles: set[int] = set()
@@ -287,4 +287,4 @@ def copy_main_weights(sources: Sequence[ShardedParam], targets: Sequence[Sharded
         target.group.wait_for_readers()
         target.parameter._local_tensor.copy_(source.parameter._local_tensor)
     for group in dict.fromkeys(target.group for target in targets):
-        group.install_main_weights()
+        group.mark_main_weights_changed()

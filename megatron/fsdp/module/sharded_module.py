@@ -442,7 +442,7 @@ class ShardedModule(nn.Module):
             # Offloaded weights of one dtype are installed as those that share storage are.
             is_shared = group.precision.main_param == group.compute.flat.dtype
             if is_shared or not only_shared:
-                group.install_main_weights()
+                group.mark_main_weights_changed()
 
     def start_param_sync(
         self,

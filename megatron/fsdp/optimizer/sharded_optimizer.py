@@ -53,7 +53,7 @@ class ShardedOptimizer(Optimizer):
     _fsdp_whole_models: list[ShardedModule]  # those whose parameters no other optimizer steps
     _fsdp_ignored: list[nn.Parameter]  # that are not sharded
     _fsdp_checkpoint_ready: bool
-    _fsdp_flat: FlatUpdate | LocalUpdate | OwnerUpdate | None  # None: it steps on the DTensors
+    _fsdp_update: FlatUpdate | LocalUpdate | OwnerUpdate | None  # None: it steps on the DTensors
     _fsdp_logs_gathers: bool  # the next step is the first one, which logs what it gathers
 
     def step(
@@ -63,7 +63,7 @@ class ShardedOptimizer(Optimizer):
         sync_grad_before_optimizer_step: bool = True,
         install_optimized_model_weights: bool = True,
     ) -> Any:
-        """Finish reductions, update the main weights, and cast them into the compute weights.
+        """Finish reductions and update the main weights; the next forward casts and gathers them.
 
         Args:
             closure: as in torch: computes the loss and its gradients, which are then reduced.
@@ -88,8 +88,8 @@ class ShardedOptimizer(Optimizer):
         arguments = []
         if closure is not None:
             arguments.append(reducing_closure)
-        if self._fsdp_flat is not None:
-            loss = _flat_step(self, *arguments)
+        if self._fsdp_update is not None:
+            loss = _step_of_update(self, *arguments)
         elif self._fsdp_logs_gathers:
             with gathered_bytes() as gathered:
                 loss = super().step(*arguments)
@@ -188,8 +188,8 @@ class ShardedOptimizer(Optimizer):
                 sharded_params[key] = by_position[position]
         state = self._sharded_state(sharded_params, state_dict["state"])
         self._refuse_local_state(sharded_params, state)
-        if isinstance(self._fsdp_flat, FlatUpdate):
-            self._fsdp_flat.forget()
+        if isinstance(self._fsdp_update, FlatUpdate):
+            self._fsdp_update.forget()
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
         self._make_missing_state()  # the saved optimizer may not have stepped yet
         self._warn_of_missing(sharded_params, state)
@@ -237,8 +237,9 @@ class ShardedOptimizer(Optimizer):
     def _refuse_local_state(
         self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Any]
     ) -> None:
-        # Flat segments are DTensors, and count the same steps. At level 0 ranks have all state.
-        if self._fsdp_flat is not None or not self._fsdp_checkpoint_ready:
+        # These updates keep all state in DTensors, with equal step counts on all ranks. At level 0
+        # every rank has all state.
+        if self._fsdp_update is not None or not self._fsdp_checkpoint_ready:
             return
         groups: dict[Any, None] = {}  # in order, each one once
         for model in self._fsdp_models:
@@ -282,8 +283,8 @@ class ShardedOptimizer(Optimizer):
                     slots = initial_state(self, kind, group, parameter)
                     if slots or has_none:
                         self.state[parameter] = slots
-        if self._fsdp_flat is not None:
-            self._fsdp_flat.prepare(self)
+        if self._fsdp_update is not None:
+            self._fsdp_update.prepare(self)
 
     def _finish_communication(self, reduce: bool) -> None:
         for model in self._fsdp_models:
@@ -297,13 +298,13 @@ class ShardedOptimizer(Optimizer):
 
 
 @Optimizer.profile_hook_step
-def _flat_step(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Update the main weights on flat segments, with torch's hooks around it."""
+def _step_of_update(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """Run this library's update in place of the optimizer's own, with torch's hooks around it."""
     loss = None
     if closure is not None:
         loss = closure()
-    assert optimizer._fsdp_flat is not None
-    optimizer._fsdp_flat.step(optimizer)
+    assert optimizer._fsdp_update is not None
+    optimizer._fsdp_update.step(optimizer)
     return loss
 
 
@@ -346,9 +347,9 @@ def shard_optimizer(optimizer: Optimizer, checkpoint_ready: bool = True) -> Opti
     sharded._fsdp_logs_gathers = True
     known = elementwise_class(kind)
     if known is not None:
-        sharded._fsdp_flat = FlatUpdate(known)
+        sharded._fsdp_update = FlatUpdate(known)
     else:
-        sharded._fsdp_flat = on_local or owner_update(sharded, kind)
+        sharded._fsdp_update = on_local or owner_update(sharded, kind)
     sharded._find_models()
     for model in sharded._fsdp_models:
         refuse_state_in_files(kind, model._settings.offload)
