@@ -203,8 +203,8 @@ class Communicator:
 
     # ---- gradients
     #
-    # [Note: the divisor] A reduced gradient is the sum over the ranks, divided by ``divisor``. It
-    # is divided in this file and nowhere else:
+    # [Note: the divisor] A reduced gradient is the sum over the ranks, divided by ``divisor``.
+    # The divisor is chosen here; only an averaging collective divides elsewhere:
     #     before the collective    in float16, where the sum could overflow
     #     inside the collective    if the process group is asked to average (NCCL, in float16 too)
     #     on the result            otherwise, because it is the smallest tensor
@@ -262,8 +262,8 @@ class Communicator:
         collective: Collective | None,
     ) -> Pending:
         """Launch the reduction over the inner axis, and divide: see [Note: the divisor]."""
-        # Without a collective, the operand is the sum already. The reduction over the outer axis
-        # does not divide: it adds up terms of the mean.
+        # Without a collective, the operand is the sum already. Only an averaging outer collective
+        # divides as well; otherwise it adds up terms of the mean.
         divisor: float = self.divisor
         if self._operation(operand) == dist.ReduceOp.AVG:
             # Example: 8 data ranks; experts have 2 inner and 2 outer ranks. The two collectives
