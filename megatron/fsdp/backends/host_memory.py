@@ -185,7 +185,7 @@ def _advise(tensor: torch.Tensor, advice: int) -> None:
         _madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), advice)
 
 
-class Memories:
+class ShardMemoryChoice:
     """The choice of memory for the shards of each group.
 
     Args:

@@ -56,10 +56,10 @@ class UnitCallbacks(Protocol):
 class PassCallbacks(Protocol):
     """The client that gets the gradients of backward passes."""
 
-    def begin_backward(self) -> None:
+    def begin_backward_pass(self) -> None:
         """Prepare for the gradients of a pass that has reached the model."""
 
-    def end_backward(self) -> None:
+    def end_backward_pass(self) -> None:
         """Handle the gradients of a pass in which every unit is finished."""
 
 
@@ -288,15 +288,15 @@ class UnitHooks:
 
     @outside_transforms
     def _begin_pass(self) -> None:
-        self._gradients.begin_backward()  # which may refuse the pass, before there is one
-        self._schedule.begin_backward()
+        self._gradients.begin_backward_pass()  # which may refuse the pass, before there is one
+        self._schedule.begin_backward_pass()
         self._awaiting.clear()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     @outside_transforms
     def _end_pass(self) -> None:
-        self._schedule.finish_backward()
-        self._gradients.end_backward()
+        self._schedule.end_backward_pass()
+        self._gradients.end_backward_pass()
 
     def _pre_backward(self, call: UnitCall, gradients: Any) -> None:
         self._enter_backward()
@@ -309,7 +309,7 @@ class UnitHooks:
                 self._awaiting[call] = None
             if call.unit.groups:
                 for observer in observe.observers:
-                    observer.begin_backward(call.unit.shown_name)
+                    observer.begin_unit_backward(call.unit.shown_name)
             self._schedule.begin_use(call)
 
     def _pre_backward_of_node(self, call: UnitCall, gradients: Any) -> None:

@@ -146,7 +146,7 @@ class Schedule:
 
     # ---- gradients
 
-    def begin_backward(self) -> None:
+    def begin_backward_pass(self) -> None:
         """Note that a backward pass has reached the model."""
         self.is_in_backward = True
         self._keeps_graph = torch.is_grad_enabled()
@@ -225,8 +225,8 @@ class Schedule:
         while self._reducing:
             self._advance_reductions()
 
-    def finish_backward(self) -> None:
-        """End the backward pass: finish the units that have not been finished yet."""
+    def end_backward_pass(self) -> None:
+        """Note that the backward pass is over: finish the units that are not finished yet."""
         self.is_in_backward = False
         for unit in reversed(self.units):
             was_traced = unit.users.pop(TRACE, None) is not None

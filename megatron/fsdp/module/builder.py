@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.backends.gloo_messages import GlooMessages
-from megatron.fsdp.backends.host_memory import Memories
+from megatron.fsdp.backends.host_memory import ShardMemoryChoice
 from megatron.fsdp.backends.memory_slots import EngineSlots
 from megatron.fsdp.backends.slot_memory import NcclMemory, allocate_slots
 from megatron.fsdp.config.meta_initialisation import Initialiser, initialisation_parts, materialize
@@ -193,7 +193,7 @@ class Sharder:
         self._settings = settings
         self._slots = slots
         self._streams = streams
-        self._memories = Memories(settings.device, settings.offload, numel)
+        self._memory_choice = ShardMemoryChoice(settings.device, settings.offload, numel)
         self._has_expert_mesh = settings.own_mesh.expert is not None
         dense = self._communicator(ParameterKind.DENSE)
         self._communicators = {ParameterKind.DENSE: dense, ParameterKind.EMBEDDING: dense}
@@ -313,7 +313,7 @@ class Sharder:
             weight_storage=weight_storage,
             gradient_storage=gradient_storage,
             form=form,
-            memory=self._memories.of_group(numel),
+            memory=self._memory_choice.of_group(numel),
         )
 
     def _communicator(self, kind: ParameterKind) -> Communicator:

@@ -205,7 +205,7 @@ class GradientSync(StateOwner[ShownState]):
 
     # ---- backward passes
 
-    def begin_backward(self) -> None:
+    def begin_backward_pass(self) -> None:
         """Drop the gradient shards of parameters whose gradient the user has cleared."""
         # The gradients of this pass would otherwise be added to them.
         for observer in observe.observers:
@@ -230,7 +230,7 @@ class GradientSync(StateOwner[ShownState]):
             self._set_gradients_aside()
         self.change_state(ShownState.HIDDEN)
 
-    def end_backward(self) -> None:
+    def end_backward_pass(self) -> None:
         """Make gradients final if this backward pass is to be synchronised."""
         for observer in observe.observers:
             observer.end_backward_pass()

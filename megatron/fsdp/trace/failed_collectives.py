@@ -138,7 +138,7 @@ class LastCollectives(Observer):
             num_bytes += operand.nbytes
         begun = Remembered(
             name,
-            unit="" if kind == observe.OTHER else observe.last_unit,
+            unit="" if kind == observe.OTHER else observe.unit_of_last_work,
             num_bytes=num_bytes,
             dtype=operands[0].dtype if operands else None,
             phase=phase,
@@ -357,7 +357,7 @@ def watch() -> None:
     _worlds.add(world)
     _num_worlds += 1
     _failures = None
-    observe.memory = None
+    observe.failure_observer = None
     store = dist.distributed_c10d._get_default_store()
     if world.size() == 1 or not isinstance(_underlying(store), (TCPStore, FileStore)):
         return
@@ -365,7 +365,7 @@ def watch() -> None:
     own_store = PrefixStore(f"fsdp_failures/{_num_worlds}", connection)
     last = LastCollectives(world.rank())
     _failures = Failures(own_store, world.rank(), world.size(), last)
-    observe.memory = last
+    observe.failure_observer = last
 
 
 def explanation_of(error: BaseException) -> str | None:

@@ -133,7 +133,7 @@ class Recorder(Observer):
         self._units.pop()
         begun.end = self.now()
 
-    def begin_backward(self, unit: str) -> None:
+    def begin_unit_backward(self, unit: str) -> None:
         """Add the backward of a unit, which ends with that of the next one or with the pass."""
         self.end_backward_pass()
         self._backward = self.add(COMPUTE, BACKWARD, unit)

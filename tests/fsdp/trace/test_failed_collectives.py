@@ -202,7 +202,7 @@ def train_without_a_store() -> int:
     with patch.object(failed_collectives._failures, "_store", None):
         for _ in range(3):
             train_step(model, optimizer)
-    return len(failed_collectives.observe.memory.remembered)
+    return len(failed_collectives.observe.failure_observer.remembered)
 
 
 def test_collectives_that_succeed_send_nothing(ranks: Ranks) -> None:
