@@ -32,8 +32,8 @@ from megatron.fsdp.optimizer.matrix.owners import refuse_vectors
 from megatron.fsdp.optimizer.optimizer_state import (
     NamedGroup,
     OptimizerClass,
-    Slots,
-    checkpoint_slots,
+    ParamState,
+    checkpoint_param_state,
     elementwise_class,
     elementwise_names,
     initial_state,
@@ -41,7 +41,7 @@ from megatron.fsdp.optimizer.optimizer_state import (
     match_groups,
     parameters_of,
     refuse_local_state,
-    shard_slots,
+    shard_param_state,
 )
 from megatron.fsdp.optimizer.quantized_state import LocalUpdate, quantizes_state
 
@@ -169,7 +169,7 @@ class ShardedOptimizer(Optimizer):
             self._refuse_local_state(sharded_params, state)
             for position, sharded_param in sharded_params.items():
                 if position in state:
-                    state[position] = checkpoint_slots(sharded_param, state[position])
+                    state[position] = checkpoint_param_state(sharded_param, state[position])
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -195,33 +195,33 @@ class ShardedOptimizer(Optimizer):
         self._warn_of_missing(sharded_params, state)
 
     def _sharded_state(
-        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Slots]
-    ) -> dict[Any, Slots]:
+        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, ParamState]
+    ) -> dict[Any, ParamState]:
         """Return loaded state with shards, given the parameters by the keys of the state dict."""
         loaded = []
         for key in sharded_params.keys() & state.keys():
             loaded.append((sharded_params[key], state[key]))
         current = []
-        for parameter, slots in self.state.items():
+        for parameter, param_state in self.state.items():
             if is_linked(parameter):
-                current.append((sharded_param_of(parameter), slots))
+                current.append((sharded_param_of(parameter), param_state))
         names = elementwise_names(loaded + current)
         sharded = dict(state)
-        for key, slots in state.items():
+        for key, param_state in state.items():
             if key not in sharded_params:
                 continue
             known = self.state.get(sharded_params[key].parameter)
-            if known and slots and known.keys().isdisjoint(slots):
+            if known and param_state and known.keys().isdisjoint(param_state):
                 raise ValueError(
                     f"{_user_class(self).__name__} got the state of another optimizer,"
-                    f" {', '.join(slots)}: hand it to"
+                    f" {', '.join(param_state)}: hand it to"
                     " megatron_fsdp.utils.state_of_other_optimizers first"
                 )
-            sharded[key] = shard_slots(sharded_params[key], slots, names)
+            sharded[key] = shard_param_state(sharded_params[key], param_state, names)
         return sharded
 
     def _warn_of_missing(
-        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Slots]
+        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, ParamState]
     ) -> None:
         kind = _user_class(self)
         if not state and any(makes_state_late(kind, group) for group in self.param_groups):
@@ -280,9 +280,9 @@ class ShardedOptimizer(Optimizer):
             has_none = elementwise_class(kind) is torch.optim.SGD and group["momentum"] == 0
             for parameter in group["params"]:
                 if parameter.requires_grad and not self.state.get(parameter):
-                    slots = initial_state(self, kind, group, parameter)
-                    if slots or has_none:
-                        self.state[parameter] = slots
+                    param_state = initial_state(self, kind, group, parameter)
+                    if param_state or has_none:
+                        self.state[parameter] = param_state
         if self._fsdp_update is not None:
             self._fsdp_update.prepare(self)
 
@@ -376,8 +376,10 @@ def swap_parameters(optimizer: Optimizer, model: ShardedModule) -> None:
     names = elementwise_names([(sharded_params[key], optimizer.state[key]) for key in unsharded])
     # One parameter at a time: its whole state is freed before the next one is sharded.
     for compute in unsharded:
-        slots = optimizer.state.pop(compute)
-        optimizer.state[replacements[compute]] = shard_slots(sharded_params[compute], slots, names)
+        param_state = optimizer.state.pop(compute)
+        optimizer.state[replacements[compute]] = shard_param_state(
+            sharded_params[compute], param_state, names
+        )
 
 
 # ---- checks
