@@ -59,7 +59,7 @@ class Context:
             self.device = torch.device(device)
         self._has_one_stream = has_one_stream
         self._streams: Streams | None = None
-        self.roots: list[InPlaceModel] = []  # in the order of their calls
+        self.roots: list[InPlaceModel] = []  # roots in the order of their calls
         self.is_open = False  # modules are being sharded
         self.has_run = False
 

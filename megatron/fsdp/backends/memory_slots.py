@@ -64,7 +64,8 @@ class MemorySlots(Storage):
         self._assigned: list[FlatBuffer] = []  # buffers that got a slot in the last assignment
         self._slot_of: dict[FlatBuffer, MemorySlot] = {}
         self._allocated: set[FlatBuffer] = set()
-        self._overlaps: dict[FlatBuffer, set[FlatBuffer]] = {}  # in the order of their first use
+        # Buffers in the order of their first use, each with those in use at the same time.
+        self._overlaps: dict[FlatBuffer, set[FlatBuffer]] = {}
 
     @property
     def sizes(self) -> list[int]:

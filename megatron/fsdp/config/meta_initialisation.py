@@ -103,7 +103,7 @@ class TransformersInitialiser(Initialiser):
 
     def __init__(self, models: Iterable[nn.Module], others: Initialiser):
         self._others = others
-        self._method_for: dict[nn.Module, InitialiseModule] = {}  # of the innermost model
+        self._method_for: dict[nn.Module, InitialiseModule] = {}  # methods of the innermost model
         self.kept_together = set()
         for model in models:
             method: InitialiseModule = model._init_weights  # type: ignore[assignment]  # a method

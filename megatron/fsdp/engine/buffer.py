@@ -79,7 +79,7 @@ class FlatBuffer:
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
         self.num_bytes = self.flat.numel() * self.flat.element_size()
         observe.storage("allocate", self.flat)
-        self.views: list[torch.Tensor] = []  # of whole parameters, in their logical shapes
+        self.views: list[torch.Tensor] = []  # whole parameters, in their logical shapes
         for position in layout.positions:
             flat = self.flat[position.start : position.stop]
             self.views.append(flat.view(position.shape))
@@ -88,7 +88,7 @@ class FlatBuffer:
         self.is_allocated = True
         # A collective has failed; other ranks may still write to this memory, or read it.
         self.is_in_failed_collective = False
-        self.num_moves = 0  # to other addresses: graphs of autograd refer to the old one
+        self.num_moves = 0  # moves to other addresses: graphs of autograd refer to the old one
         self.storage = storage
         self._on_move = on_move
         storage.adopt(self)
@@ -289,7 +289,7 @@ def padding_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the slices of a flat tensor that belong to no parameter."""
     used = sorted((place.start, place.stop) for place in layout.positions if place.numel)
     padding = []
-    end = 0  # of the parameters so far
+    end = 0  # end of the parameters so far
     for start, stop in [*used, (layout.numel, layout.numel)]:
         if end < start:
             padding.append(flat[end:start])

@@ -140,7 +140,7 @@ class Communicator:
             groups.append(self.outer)
         self.is_hybrid = self.outer_size > 1
         self.has_collectives = self.inner_size * self.outer_size > 1
-        self.gather_groups = (self.all_gather_group, self.outer)  # of weights
+        self.gather_groups = (self.all_gather_group, self.outer)  # groups that gather weights
         self.streams.serve(groups)
 
     def partition(self, shards_inner: bool, shards_outer: bool) -> Partition:
@@ -161,7 +161,7 @@ class Communicator:
         """Start all-gathers together, in one collective over each axis with something to gather."""
         fulls: list[torch.Tensor] = []
         shards: list[torch.Tensor] = []
-        outer_shards: list[torch.Tensor] = []  # those that the outer axis fills first
+        outer_shards: list[torch.Tensor] = []  # shards that the outer axis fills first
         owned_shards: list[torch.Tensor] = []
         for gather in gathers:
             fulls.append(gather.full)

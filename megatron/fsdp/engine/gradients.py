@@ -142,7 +142,7 @@ class GroupGradients(StateOwner[GradientState]):
         # Empty, unless it has the values of the sum in the other dtype of the optimizer.
         self._optimizer_grad = self._make_shard_sum(precision.main_param, memory, places)
         self._reduction: Iterator[None] | None = None  # the one under way
-        self.num_reductions = 0  # that have started, the same on all ranks
+        self.num_reductions = 0  # reductions that have started, the same number on all ranks
 
     def _make_shard_sum(
         self,

@@ -82,10 +82,10 @@ class UnitHooks:
         self._gradients = gradients
         self.callbacks = callbacks
         self._root = schedule.units[0]
-        self.unit_of: dict[nn.Parameter, Unit] = {}  # of each compute parameter
+        self.unit_of: dict[nn.Parameter, Unit] = {}  # unit of each compute parameter
         self.calls: list[UnitCall] = []  # forwards and other methods under way, innermost last
         self._outside = Unit("outside of forwards", None)  # of calls of other methods
-        self._awaiting: dict[UnitCall, None] = {}  # their backward awaits gradients of inputs
+        self._awaiting: dict[UnitCall, None] = {}  # calls whose backward awaits gradients of inputs
         # Ids of the hooks on modules, which a copy of the module must not have.
         self.handles: set[int] = set()
         self._on_parameters: list[RemovableHandle] = []
@@ -305,7 +305,7 @@ class UnitHooks:
         elif call.state is CallState.FORWARD:
             call.check_addresses()
             call.unit.begin_backward(call)
-            if call.awaited_inputs > 0:
+            if call.num_pending_inputs > 0:
                 self._awaiting[call] = None
             if call.unit.groups:
                 for observer in observe.observers:
@@ -337,8 +337,8 @@ class UnitHooks:
         call.has_leaf_inputs = bool(leaves)
 
         def arrived(gradient: Any) -> None:
-            call.awaited_inputs -= 1
-            if call.awaited_inputs <= 0:  # less where the pass has not reached an output
+            call.num_pending_inputs -= 1
+            if call.num_pending_inputs <= 0:  # less where the pass has not reached an output
                 self._post_backward(call)
 
         # torch's hook on several tensors knows which of them get no gradient, but it rejects leaves
@@ -348,7 +348,7 @@ class UnitHooks:
             call.input_hooks.append(others[0].register_hook(arrived))
         elif others:
             call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
-        call.num_inputs = len(call.input_hooks)
+        call.num_input_hooks = len(call.input_hooks)
 
     def _post_backward(self, call: UnitCall) -> None:
         # The hooks refer to the graph and the graph to the hooks. Unless they are removed, the

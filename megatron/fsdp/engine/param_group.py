@@ -133,7 +133,7 @@ class ParamGroup:
         self.has_all_shards = self.layout.world_size == 1  # weights need no all-gather then
         self.reshards_after_use = strategy.shards_parameters and self.partition.num_inner > 1
         self.compute = self._make_buffer(weight_storage)
-        self.buffers = [self.compute]  # that a use may allocate
+        self.buffers = [self.compute]  # buffers that a use may allocate
         is_same = precision.main_param == self.compute.flat.dtype
         self.main_is_compute = is_same and not memory.is_offloaded
         is_cast = self.compute.layout is self.layout and not self.main_is_compute

@@ -38,7 +38,8 @@ class Microbatches:
     def __init__(self, sync_each: bool):
         self.sync_each = sync_each
         self.is_last = True  # outside of `no_sync`
-        self._are_marked = False  # by `no_sync`: a pass outside of it is the last one of its step
+        # True if `no_sync` has marked a pass: one outside of it is then the last of its step.
+        self._are_marked = False
 
     def mark(self, is_last: bool) -> None:
         """Mark the passes to come as the last ones of their step, or not."""
@@ -84,7 +85,7 @@ class Schedule:
         self._overlaps_reductions = overlap.grad_reduce
         self._reduces_late = reduces_late
         self.prefetcher = Prefetcher(units, overlap)
-        self._reducing: list[GroupGradients] = []  # whose reductions are under way, oldest first
+        self._reducing: list[GroupGradients] = []  # reductions under way, oldest first
         self.is_in_backward = False
         # True while autograd records the backward pass itself (create_graph=True). The recorded
         # graph needs the weights later.
@@ -298,15 +299,15 @@ class Prefetcher:
                 self._unit_of.update(dict.fromkeys(group.buffers, unit))
                 self._are_resharded |= group.reshards_after_use
                 self._are_assigned_ahead |= group.compute.storage.is_assigned_ahead
-        self._recorded: list[Unit] = []  # in the forward under way
-        self._order = UseOrder()  # of the last forward
-        self._current = units[0]  # the unit that was used last
-        self._position = -1  # of that use in the order that is followed
-        self._upcoming: list[Unit] = []  # the window after it
+        self._recorded: list[Unit] = []  # units used so far by the current forward
+        self._order = UseOrder()  # order of units in the last forward
+        self._current = units[0]  # unit that was used last
+        self._position = -1  # position of that use in the order that is followed
+        self._upcoming: list[Unit] = []  # window of units after that use
         self._in_use: dict[Unit, None] = {}  # units that calls use, and some that were used
-        self._prefetched: set[Unit] = set()  # unsharded, and no call uses them yet
-        self._of_next_forward: set[Unit] = set()  # those that were unsharded before it began
-        self._num_updates = 0  # of the main weights since the last forward began
+        self._prefetched: set[Unit] = set()  # unsharded units that no call uses yet
+        self._gathered_for_next_forward: set[Unit] = set()  # prefetched units before it has begun
+        self._num_updates = 0  # updates of the main weights since the last forward began
 
     # ---- the order
 
@@ -319,7 +320,7 @@ class Prefetcher:
             self._order = replace(self._order, num_updates=self._num_updates)
             self._num_updates = 0
         # Those kept for a backward that has not come are resharded: weights may change till then.
-        self.reshard_if_unused(self._prefetched - self._of_next_forward)
+        self.reshard_if_unused(self._prefetched - self._gathered_for_next_forward)
 
     def stop_recording(self) -> None:
         """Keep the recorded order, and reshard units that were prefetched but not used."""
@@ -427,7 +428,7 @@ class Prefetcher:
         if self._order.forward:
             window = [root, *self._window()]
             self._unshard_ahead(window)
-            self._of_next_forward.update(self._prefetched.intersection(window))
+            self._gathered_for_next_forward.update(self._prefetched.intersection(window))
 
     # ---- resharding
 
@@ -451,7 +452,7 @@ class Prefetcher:
         """Prepare for a call that uses ``unit`` now: reshard unused units in its memory."""
         self._in_use[unit] = None
         self._prefetched.discard(unit)
-        self._of_next_forward.discard(unit)
+        self._gathered_for_next_forward.discard(unit)
         if self._are_assigned_ahead:
             self.reshard_if_unused({self._unit_of[buffer] for buffer in unit.blockers})
 
@@ -467,6 +468,6 @@ class Prefetcher:
         for unit in self._units:  # the order of a set differs between ranks
             if unit in units:
                 self._prefetched.discard(unit)
-                self._of_next_forward.discard(unit)
+                self._gathered_for_next_forward.discard(unit)
                 if not unit.users:
                     unit.reshard()

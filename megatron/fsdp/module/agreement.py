@@ -19,7 +19,7 @@ from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module.trainability import Trainability
 from megatron.fsdp.module.unit_choice import belongs_to_expert
 
-_num_models: Counter[tuple[int, ...]] = Counter()  # that were sharded over the same ranks
+_num_models: Counter[tuple[int, ...]] = Counter()  # models that these ranks have sharded
 
 
 def check_agreement(
@@ -197,7 +197,7 @@ class FreezingAgreement:
         first = store.compare_set(f"{key}/first", "", f"{rank} {flags}").decode()
         first_rank, first_flags = first.split()
         if first_flags != flags:
-            position = 0  # of the first difference
+            position = 0  # position of the first difference
             while flags[position] == first_flags[position]:
                 position += 1
             name = self.trainability.names[self._compared[position]]

@@ -221,7 +221,7 @@ class Sharder:
         # on the device of the shards never needs twice its memory. Parameters on the meta device
         # are filled by `initialise`, unless the shards are there too: then a run is simulated.
         sharded_params: ShardedParams = {}
-        given: dict[nn.Parameter, nn.Parameter] = {}  # by those that initialisation put in place
+        given: dict[nn.Parameter, nn.Parameter] = {}  # keys: those that initialisation put in place
         for unit, parameters in parameters_of.items():
             if initialiser is not None:
                 given |= replace_meta_weights(self._module, parameters, initialiser.initialise)

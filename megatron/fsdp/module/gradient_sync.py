@@ -76,14 +76,14 @@ class ShownGradients:
         self.parameters: list[torch.Tensor] = [sharded.parameter for sharded in sharded_params]
         self._attribute = attribute
         self._family = family
-        self.attached: list[ShardedGradient] = []  # those on the parameters
+        self.attached: list[ShardedGradient] = []  # gradients that parameters show
         # Indices of the parameters that were trained in a backward pass of this step, and show a
         # gradient although they may be frozen now.
         self.had_passes: set[int] = set()
         # For each parameter, True if some rank has a gradient of it. None: all count as used.
         self.used: list[bool] | None = None
         self._gradients: list[ShardedGradient] = []  # one for each parameter; made when first shown
-        self._no_values: list[torch.Tensor] = []  # their local tensors while there are none
+        self._no_values: list[torch.Tensor] = []  # local tensors of gradients without values
         self._flat: torch.Tensor | None = None  # the gradient shard that they are views of
 
     def attach(self, shard: RunningSum) -> None:
@@ -176,7 +176,7 @@ class GradientSync(StateOwner[ShownState]):
         self._groups_of_use = groups_of_use
         self._after_pass = after_pass
         self.state = ShownState.NONE
-        self._num_changes = -1  # of what is frozen, at the end of the last pass
+        self._num_changes = -1  # changes of what is frozen, up to the end of the last pass
         trainable: dict[ParamGroup, list[ShardedParam]] = {}
         for sharded_param in sharded_params:
             if sharded_param.group.requires_grad:
@@ -188,7 +188,8 @@ class GradientSync(StateOwner[ShownState]):
             self._attribute = "decoupled_grad"
         # Parameters with hooks, each with the number of reductions when they were last called.
         self._hooked: dict[ShardedParam, int] = {}
-        self._set_aside: dict[ShardedParam, torch.Tensor] = {}
+        # Gradients that are set aside for a pass: see [Note: hooks of parameters].
+        self._grads_before_pass: dict[ShardedParam, torch.Tensor] = {}
         self._family = GradientFamily()
         self._groups = [
             ShownGradients(members, self._attribute, self._family) for members in trainable.values()
@@ -213,7 +214,7 @@ class GradientSync(StateOwner[ShownState]):
         self._trainability.follow()
         self._trainability.refuse_thawed()
         self._agreement.check()
-        self._set_aside.clear()  # of a pass that has failed
+        self._grads_before_pass.clear()  # those of a pass that has failed
         if self.state not in (ShownState.SHOWN, ShownState.FINAL):
             return
         for shown in self._groups:
@@ -306,7 +307,7 @@ class GradientSync(StateOwner[ShownState]):
         table = torch.tensor(flags, dtype=torch.uint8, device=device)
         all_reduce_over(table, groups, dist.ReduceOp.MAX)
         everywhere = table.bool().tolist()
-        start = 0  # of the flags of a group: first that of its state, then those of parameters
+        start = 0  # start of the flags of a group: that of its state, then those of parameters
         for shown in self._groups:
             stop = start + 1 + len(shown.parameters)
             if everywhere[start]:
@@ -337,7 +338,7 @@ class GradientSync(StateOwner[ShownState]):
                     " a microbatch that does not synchronise would add: call zero_grad() first"
                 )
             shard = gradient_shard(sharded_param)
-            self._set_aside[sharded_param] = shard.clone()
+            self._grads_before_pass[sharded_param] = shard.clone()
             shard.zero_()
 
     @torch.no_grad()
@@ -357,8 +358,8 @@ class GradientSync(StateOwner[ShownState]):
                     result = hook(gradient)
                     if result is not None:
                         gradient.copy_(result)
-            if sharded_param in self._set_aside:
-                gradient._local_tensor.add_(self._set_aside.pop(sharded_param))
+            if sharded_param in self._grads_before_pass:
+                gradient._local_tensor.add_(self._grads_before_pass.pop(sharded_param))
         for owner in called:
             for hook in list((owner._post_accumulate_grad_hooks or {}).values()):
                 hook(owner)

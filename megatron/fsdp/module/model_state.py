@@ -86,7 +86,7 @@ def load_model_state(
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
     # Wrappers inside (Float16Module) may rename keys, so the keys are those of the module's state
     # dict, not the paths of its parameters.
-    path_of: dict[str, str] = {}  # by own name
+    path_of: dict[str, str] = {}  # paths by own name
     sharded_params: dict[str, ShardedParam] = {}
     for path, value in module.state_dict(keep_vars=True).items():
         name = own_name(path)
@@ -122,7 +122,7 @@ def load_model_state(
 class _Divided(NamedTuple):
     """The entries of a state dict, divided by what they are for."""
 
-    shards: dict[str, torch.Tensor]  # of main weights, by own name
+    shards: dict[str, torch.Tensor]  # shards of main weights, by own name
     others: dict[str, Any]  # buffers and extra state, by path in the module's state dict
     missing: list[str]
     unexpected: list[str]

@@ -85,15 +85,15 @@ class ShardedModule(nn.Module):
         NotImplementedError: names the features that are not built.
     """
 
-    initialiser = Initialiser()  # of modules that were built on the meta device
+    initialiser = Initialiser()  # initialises modules that were built on the meta device
     checkpoint_ready = True  # tensors of state dicts describe their chunks to torch's checkpoint
     # Warn of probable mistakes; not where a program chooses units and optimizer itself.
     _gives_advice = True
-    _has_optimizer = False  # a sharded optimizer steps the parameters
-    _shows_attributes = True  # attributes of `module` can be read on the wrapper
+    _has_optimizer = False  # True if a sharded optimizer steps the parameters
+    _shows_attributes = True  # False if the wrapper hides attributes of `module`
     _is_copyable = True
     _ddp_params_and_buffers_to_ignore = property(refuse_ddp)
-    _prefix = "module."  # of the names of parameters
+    _prefix = "module."  # prefix of the names of parameters
     # Parameters of models inside that earlier calls have sharded, and their compute parameters.
     _sharded_before: Set[nn.Parameter] = frozenset()
 

@@ -25,14 +25,14 @@ class Trainability:
         self.parameters = list(sharded)
         self._sharded = list(sharded.values())
         self.flags = read_flags(self.parameters)  # True for those that are trained
-        self.num_changes = 0  # of flags
+        self.num_changes = 0  # changes of flags
         self.name_of: dict[nn.Parameter, str] = {}
         for unit in units:
             unit.find_trained()
             for group in unit.groups:
                 self.name_of.update(zip(group.parameters, group.names))
         self.names = [self.name_of[parameter] for parameter in self.parameters]
-        # Those that were frozen when the model was sharded: they have no gradients.
+        # Parameters that were frozen when the model was sharded: they have no gradients.
         self._frozen = []
         for parameter, is_trained in zip(self.parameters, self.flags):
             if not is_trained:

@@ -81,7 +81,7 @@ class UnitAccess:
     def __init__(self, units: Sequence[Unit], trainability: Trainability, known: KnownParameters):
         self._trainability = trainability
         self._known = known
-        self._groups: dict[Unit, list[ParamGroup]] = {}  # of which writes must be copied
+        self._groups: dict[Unit, list[ParamGroup]] = {}  # groups of which writes must be copied
         self._versions: dict[Unit, list[int]] = {}  # counters of all parameters of these groups
         for unit in units:
             groups = [group for group in unit.groups if _takes_writes(group)]

@@ -36,7 +36,8 @@ def find_units(
     classes = tuple(entry for entry in unit_modules if isinstance(entry, type))
     instances = {entry for entry in unit_modules if isinstance(entry, nn.Module)}
     units: dict[nn.Module, Unit] = {root: Unit("", root)}
-    inside_named: dict[str, bool] = {}  # by the path of a module: it, or one around it, is named
+    # By the path of a module: True if it, or one around it, is named.
+    inside_named: dict[str, bool] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         is_named = isinstance(module, classes) or module in instances
         is_inside = inside_named.get(_parent(path), False)
@@ -92,7 +93,8 @@ def _owners_of_parameters(
     unit_of = {unit.module: unit for unit in units}
     root = units[0].module
     assert root is not None  # only units of shared parameters have no module
-    units_around: dict[str, tuple[Unit, ...]] = {}  # by path, outermost first, its own included
+    # By the path of a module: the units around it, outermost first, and its own.
+    units_around: dict[str, tuple[Unit, ...]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         enclosing = units_around.get(_parent(path), ())
         if module in unit_of:

@@ -81,8 +81,8 @@ def update_segments(
 class Flat(NamedTuple):
     """A flat tensor to update, of one param group of the optimizer."""
 
-    number: int  # of the param group
-    weight: torch.Tensor  # with its gradient
+    number: int  # number of the param group
+    weight: torch.Tensor  # weight with its gradient
     entries: Entries
     memory: HostMemory
 

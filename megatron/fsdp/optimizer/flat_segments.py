@@ -51,9 +51,9 @@ class Member:
     """A parameter in a run."""
 
     sharded_param: ShardedParam
-    param_state: ParamState  # its state in the optimizer
+    param_state: ParamState  # state in the optimizer
     has_grad: bool
-    start: int  # its first element in the main shard of its group
+    start: int  # first element in the main shard of its group
     stop: int  # behind the last one; equal to `start` if this rank owns none
     counts: list[float] = field(default_factory=list)  # the values of its counters
 
@@ -80,7 +80,7 @@ class Segment:
 
     members: list[Member]
     weight: torch.Tensor  # the flat range of the main weights
-    start: int  # its position in the main shard
+    start: int  # position in the main shard
     grad_offset: int = 0  # the gradient's position in its storage, from `find_gradient`
 
     @property
@@ -130,7 +130,7 @@ class Counters:
     def count_segments(self, segments: Sequence[Segment], state: State) -> None:
         """Put a counter of each segment, equal to that of its members, into ``state``."""
         position_of = {id(member): index for index, member in enumerate(self._members)}
-        counted: list[Segment] = []  # those with this counter
+        counted: list[Segment] = []  # segments with this counter
         first_members: list[int] = []  # the position of the first member of each
         segment_of_member = [0] * len(self._members)
         for segment in segments:

@@ -50,8 +50,8 @@ class ShardedOptimizer(Optimizer):
     """The methods that sharding adds to an optimizer; see [Note: the sharded optimizer]."""
 
     _fsdp_models: list[ShardedModule]
-    _fsdp_whole_models: list[ShardedModule]  # those whose parameters no other optimizer steps
-    _fsdp_ignored: list[nn.Parameter]  # that are not sharded
+    _fsdp_whole_models: list[ShardedModule]  # models that no other optimizer steps
+    _fsdp_ignored: list[nn.Parameter]  # parameters that are not sharded
     _fsdp_checkpoint_ready: bool
     _fsdp_update: FlatUpdate | LocalUpdate | OwnerUpdate | None  # None: it steps on the DTensors
     _fsdp_logs_gathers: bool  # the next step is the first one, which logs what it gathers
@@ -241,7 +241,7 @@ class ShardedOptimizer(Optimizer):
         # every rank has all state.
         if self._fsdp_update is not None or not self._fsdp_checkpoint_ready:
             return
-        groups: dict[Any, None] = {}  # in order, each one once
+        groups: dict[Any, None] = {}  # groups in order, each one once
         for model in self._fsdp_models:
             if model.strategy.shards_optimizer:
                 groups.update(dict.fromkeys(model._mesh.all_groups()))

@@ -43,7 +43,7 @@ from megatron.fsdp.quantized.tensor_subclasses import users_attributes
 class Codes(NamedTuple):
     """The codes of a quantized class."""
 
-    bytes: Fraction  # of an element
+    bytes: Fraction  # bytes of an element
     sides: tuple[str, ...]  # the attributes with gathered codes; a second one for the backward
 
 
@@ -138,7 +138,7 @@ class TransformerEngineForm(StoredForm):
         self._weights: list[Any] = list(parameters)
         self._group = group
         self._keeps_copies = keeps_copies
-        self._has_copies = False  # of the codes that were computed last
+        self._has_copies = False  # True if there are copies of the last codes
         self._format = CODES[type(parameters[0]).__name__]
         self.num_sides = len(self._format.sides)
         self._codes: Layout | None = None

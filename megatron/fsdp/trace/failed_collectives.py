@@ -83,9 +83,9 @@ class Remembered(NamedTuple):
     dtype: torch.dtype | None
     phase: str
     ranks: Ranks
-    group: str  # its name, which differs between groups of the same ranks
+    group: str  # name of the group, which differs between groups of the same ranks
     number: int  # among the collectives of these ranks, from 0
-    begin: float  # in seconds since the epoch
+    begin: float  # seconds since the epoch
 
     def __str__(self) -> str:
         text = self.name
@@ -175,7 +175,7 @@ class LastCollectives(Observer):
 class Answer(NamedTuple):
     """The answer of a rank to one whose collective has failed."""
 
-    place: str  # in the program, of its main thread
+    place: str  # position of the main thread in the program
     collectives: list[PublishedCollective]
 
 

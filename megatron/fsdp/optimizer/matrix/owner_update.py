@@ -71,7 +71,7 @@ class OwnerUpdate:
         self._parameters: list[torch.Tensor] = []
         self._group_of: dict[torch.Tensor, int] = {}
         self._rounds: list[Round] = []
-        self._others: set[torch.Tensor] = set()  # that have no owner
+        self._others: set[torch.Tensor] = set()  # parameters that have no owner
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:

@@ -174,7 +174,7 @@ def assign(costs: Sequence[UpdateCost], able: Sequence[Sequence[int]]) -> tuple[
     loads = {rank: UpdateCost(0, 0) for rank in concatenated(able)}
     rounds = []
     while waiting:
-        owners: dict[int, int] = {}  # of this round, by matrix
+        owners: dict[int, int] = {}  # owners in this round, by matrix
         for index in waiting:
             if len(owners) == len(loads):
                 break
