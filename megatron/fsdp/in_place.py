@@ -27,17 +27,12 @@ from megatron.fsdp.module.model_state import (
     show_main_weights,
 )
 from megatron.fsdp.module.own_names import own_name
-from megatron.fsdp.module.sharded_module import ShardedModule
+from megatron.fsdp.module.sharded_module import REFUSED_COPY, ShardedModule
 from megatron.fsdp.module.shown_parameters import WatchedParameters
 from megatron.fsdp.module.wrapped_module import refuse_ddp
 
 MODEL = "_fsdp_model_in_place"
 """Attribute of modules that were sharded, and of compute parameters: the model that has them."""
-
-REFUSED_COPY = (
-    "a sharded module cannot be copied or pickled: its hooks and communicators belong to this"
-    " process. Copy or save module.state_dict(), which works"
-)
 
 # [Note: sharding in place] Each call makes a model of the module: its parameters are sharded at
 # once, so an optimizer may be created over them, and they train also if no call for a module around

@@ -63,7 +63,7 @@ OWNER = "_fsdp_model"  # attribute of the parameters that an optimizer steps: th
 
 REFUSED_COPY = (
     "a sharded model cannot be copied or pickled: its hooks and communicators belong to this"
-    " process. Copy or save model.state_dict(), which works"
+    " process. Copy or save its state_dict(), which works"
 )
 
 
