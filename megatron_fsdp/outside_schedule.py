@@ -9,7 +9,7 @@ from torch import nn
 from megatron.fsdp.engine.device import held
 from megatron.fsdp.engine.unit import Unit, UnitCall
 from megatron.fsdp.module.sharded_module import ShardedModule
-from megatron.fsdp.module.unit_access import UnitHandle, units_of
+from megatron.fsdp.module.unshard_handle import UnitHandle, units_of
 
 __all__ = ["OutsideSchedule"]
 

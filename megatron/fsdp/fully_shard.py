@@ -91,7 +91,7 @@ def fully_shard(
     )
     if optimizer is None:
         return ShardedModule(model, settings)
-    problems = Problems(settings.own_mesh.all_groups())
+    problems = Problems(settings.checked_mesh.all_groups())
     return shard_both(model, optimizer, settings, problems, ShardedModule)
 
 

@@ -168,7 +168,7 @@ class InPlaceModel(ShardedModule):
         """End the hooks and the names of this model; its module is at ``path`` of a larger one."""
         self._hooks.remove_from_parameters()
         # Those that cast inputs and outputs stay: they are of the settings of this module.
-        remove_hooks(self.module, self.module, self._hooks.handles - self._casts)
+        remove_hooks(self.module, self.module, self._hooks.hook_ids - self._casts)
         for inner in self.module.modules():
             if isinstance(inner._parameters, WatchedParameters):
                 inner._parameters = dict(inner._parameters)

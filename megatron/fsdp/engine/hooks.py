@@ -87,7 +87,7 @@ class UnitHooks:
         self._outside = Unit("outside of forwards", None)  # of calls of other methods
         self._awaiting: dict[UnitCall, None] = {}  # calls whose backward awaits gradients of inputs
         # Ids of the hooks on modules, which a copy of the module must not have.
-        self.handles: set[int] = set()
+        self.hook_ids: set[int] = set()
         self._on_parameters: list[RemovableHandle] = []
         post_forward = torch.compiler.disable(self._post_forward)
         for unit in schedule.units:
@@ -99,7 +99,7 @@ class UnitHooks:
                     with_kwargs=True,
                 )
                 after = module.register_forward_hook(post_forward, always_call=True)
-                self.handles |= {before.id, after.id}
+                self.hook_ids |= {before.id, after.id}
             for group in unit.groups:
                 self.unit_of.update(dict.fromkeys(group.parameters, unit))
                 if group.requires_grad:
@@ -113,7 +113,7 @@ class UnitHooks:
             self._on_parameters.append(handle)
 
     def remove_from_parameters(self) -> None:
-        """Remove the hooks on parameters; those on modules are known by ``handles``."""
+        """Remove the hooks on parameters; those on modules are known by ``hook_ids``."""
         for handle in self._on_parameters:
             handle.remove()
 

@@ -56,7 +56,7 @@ def check_agreement(
     for number, (name, buffer) in enumerate(buffers.items()):
         values[f"buffer {number}"] = f"{name} {tuple(buffer.shape)} {buffer.dtype}"
     values["the number of buffers"] = len(buffers)
-    refuse_differences(values, data_groups(settings.own_mesh))
+    refuse_differences(values, data_groups(settings.checked_mesh))
 
 
 def _description(parameter: nn.Parameter, kind: ParameterKind) -> str:
@@ -120,7 +120,7 @@ def names_on_all_ranks(
         module: the module, before it is sharded.
         settings: with the mesh of experts, if they have one.
     """
-    has_expert_mesh = settings.mesh is not None and settings.own_mesh.expert is not None
+    has_expert_mesh = settings.mesh is not None and settings.checked_mesh.expert is not None
     name_of: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters():
         if not (has_expert_mesh and belongs_to_expert(name, parameter)):

@@ -211,7 +211,7 @@ class GradientSync(StateOwner[ShownState]):
         # The gradients of this pass would otherwise be added to them.
         for observer in observe.observers:
             observer.begin_pass(observe.BACKWARD)
-        self._trainability.follow()
+        self._trainability.sync_requires_grad()
         self._trainability.refuse_thawed()
         self._agreement.check()
         self._grads_before_pass.clear()  # those of a pass that has failed
@@ -274,7 +274,7 @@ class GradientSync(StateOwner[ShownState]):
 
     def _attach(self, state: ShownState) -> None:
         self._schedule.wait_for_reductions()
-        self._trainability.follow()
+        self._trainability.sync_requires_grad()
         with torch.no_grad():
             for shown in self._groups:
                 shown.attach(shown.group.gradients.final(not self._use_decoupled_grad))

@@ -35,6 +35,7 @@ from megatron.fsdp.module.agreement import FreezingAgreement
 from megatron.fsdp.module.builder import ShardedParams, shard_parameters
 from megatron.fsdp.module.checks import check_all
 from megatron.fsdp.module.gradient_sync import GradientError, GradientSync
+from megatron.fsdp.module.known_parameters import KnownParameters
 from megatron.fsdp.module.model_state import (
     accept_full_tensors,
     copied_module,
@@ -46,12 +47,8 @@ from megatron.fsdp.module.model_state import (
 from megatron.fsdp.module.own_names import lead_by_own_names, own_name
 from megatron.fsdp.module.shown_parameters import ShownParameters
 from megatron.fsdp.module.trainability import Trainability
-from megatron.fsdp.module.unit_access import (
-    KnownParameters,
-    UnitAccess,
-    UnitHandle,
-    units_of,
-)
+from megatron.fsdp.module.unshard_handle import UnitHandle, units_of
+from megatron.fsdp.module.weight_writes import WeightWrites
 from megatron.fsdp.module.wrapped_module import (
     cast_at_units,
     prepare_wrapped_module,
@@ -106,7 +103,7 @@ class ShardedModule(nn.Module):
         super().__init__()
         failed_collectives.watch()
         if problems is None:
-            problems = Problems(settings.own_mesh.all_groups())
+            problems = Problems(settings.checked_mesh.all_groups())
         initialiser = self.initialiser.for_model(module, settings.initialisation)
         check_all(problems, module, settings, initialiser, self._sharded_before)
         problems.raise_everywhere()
@@ -114,7 +111,7 @@ class ShardedModule(nn.Module):
             warn_of_unmatched_units(module, settings.units or ())
         self.strategy = settings.strategy.highest_level
         self._settings = settings
-        self._mesh = settings.own_mesh
+        self._mesh = settings.checked_mesh
         self.module = module
         # The parts follow in the order in which they need each other.
         units, self._sharded_params, self._memory_slots = self._shard_parameters(initialiser)
@@ -143,12 +140,12 @@ class ShardedModule(nn.Module):
         self._gradients = self._make_gradient_sync()
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._known = KnownParameters(self, names)
-        access = UnitAccess(units, self._trainability, self._known)
-        self._hooks = UnitHooks(self._schedule, self._gradients, access)
+        writes = WeightWrites(units, self._trainability, self._known)
+        self._hooks = UnitHooks(self._schedule, self._gradients, writes)
         ShownParameters(self._hooks, sharded, self._trainability, module)
         self._casts = cast_at_units(units, settings.precision)
-        self._hooks.handles |= self._casts
-        self._hooks.handles |= accept_full_tensors(module)
+        self._hooks.hook_ids |= self._casts
+        self._hooks.hook_ids |= accept_full_tensors(module)
         watch_optimizers(list(self._sharded_params))
         gathers_layers = self.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
         prepare_wrapped_module(module, gathers_layers, self.state_dict, self._apply)
@@ -235,7 +232,7 @@ class ShardedModule(nn.Module):
             remove_duplicate: yield a tied parameter under its first name only.
         """
         self._known.check()
-        self._trainability.follow()
+        self._trainability.sync_requires_grad()
         if prefix:
             prefix += "."
         prefix += self._prefix
@@ -332,9 +329,9 @@ class ShardedModule(nn.Module):
         are_plain = {type(group.form) for group in self.groups} <= {StoredForm}
         if not (self._is_copyable and are_plain) or self._mesh.dense.tensor is not None:
             raise NotImplementedError(REFUSED_COPY)
-        self._trainability.follow()
+        self._trainability.sync_requires_grad()
         module, settings = copied_module(self.module, self._sharded_params, self._settings, memo)
-        remove_hooks(self.module, module, self._hooks.handles)
+        remove_hooks(self.module, module, self._hooks.hook_ids)
         copied = type(self).__new__(type(self))  # the constructor may take other arguments
         ShardedModule.__init__(copied, module, settings)
         vars(copied).update({**vars(self), **vars(copied)})

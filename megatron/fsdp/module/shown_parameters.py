@@ -35,7 +35,7 @@ class ShownParameters:
     Args:
         hooks: know the calls under way, and the unit of each parameter.
         sharded: the sharded parameters, by compute parameter.
-        trainability: follows flags that code has set on the parameter it got before.
+        trainability: syncs flags that code has set on the parameter it got before.
         module: its modules' ``_parameters`` are replaced by watched ones.
     """
 
@@ -81,7 +81,7 @@ class ShownParameters:
         if calls[-1].unit is not unit and not hasattr(parameter, PASSED_ON):
             self._hooks.borrow(unit)
         if calls[-1].module is None:
-            self._trainability.follow_one(parameter)
+            self._trainability.sync_requires_grad_of(parameter)
         return parameter
 
     def _outside(self, unit: Unit, parameter: nn.Parameter) -> nn.Parameter:
@@ -92,7 +92,7 @@ class ShownParameters:
             if unit.is_unsharded:
                 return parameter
             return self.sharded[parameter]
-        self._trainability.follow_one(parameter)
+        self._trainability.sync_requires_grad_of(parameter)
         return self.sharded[parameter]
 
     def to_store(

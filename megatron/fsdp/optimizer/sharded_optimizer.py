@@ -292,7 +292,7 @@ class ShardedOptimizer(Optimizer):
             # overwrite the new weights with the old ones.
             for group in model.groups:
                 group.wait_for_readers()
-            model._trainability.follow()
+            model._trainability.sync_requires_grad()
             if reduce:
                 model.finish_grad_sync()
 
@@ -427,7 +427,7 @@ def check_optimizer(
         problems.check(_refuse_strangers, optimizer, set(module.parameters()))
         names = names_on_all_ranks(optimizer, module, settings)
         compared = compared_settings(optimizer, names, which)
-        problems.compare(compared, lambda: data_groups(settings.own_mesh))
+        problems.compare(compared, lambda: data_groups(settings.checked_mesh))
     problems.check(refuse_state_in_files, type(optimizer), settings.offload)
     if settings.gradients.are_decoupled and type(optimizer).__module__.startswith(
         ("torch.optim", "torchao.optim")
