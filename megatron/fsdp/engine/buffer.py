@@ -200,7 +200,7 @@ class RunningSum:
         dtype: dtype in which addends are summed.
         memory: memory of the sum; addends are on its device.
         holds_address: keep the tensor for all sums, because captured graphs know its address.
-        places: the views of the parameters' gradients. None: there are none.
+        view_specs: the views of the parameters' gradients. None: no views.
     """
 
     def __init__(
@@ -209,10 +209,10 @@ class RunningSum:
         dtype: torch.dtype,
         memory: ShardMemory,
         holds_address: bool,
-        places: Places | None = None,
+        view_specs: ViewSpecs | None = None,
     ):
         self.dtype = dtype
-        self.places = places or Places([])
+        self.view_specs = view_specs or ViewSpecs([])
         self.is_empty = True
         self._numel = numel
         self.memory = memory
@@ -244,7 +244,7 @@ class RunningSum:
     def views(self) -> list[torch.Tensor]:
         """Return the parameters' parts of :meth:`tensor`."""
         if self._views is None:
-            self._views = self.places.within(self.tensor())
+            self._views = self.view_specs.views_of(self.tensor())
         return self._views
 
     def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
@@ -270,7 +270,7 @@ class RunningSum:
             self._total = self._views = None
 
 
-class Places:
+class ViewSpecs:
     """Shapes, strides and offsets of some views of a flat tensor, to make equal views of others.
 
     Args:
@@ -278,16 +278,18 @@ class Places:
     """
 
     def __init__(self, views: Sequence[torch.Tensor]):
-        self._places = [(view.shape, view.stride(), view.storage_offset()) for view in views]
+        self._specs = [(view.shape, view.stride(), view.storage_offset()) for view in views]
 
-    def within(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the same views of ``flat``."""
-        return list(starmap(flat.as_strided, self._places))  # in C: every step does this
+        return list(starmap(flat.as_strided, self._specs))  # in C: every step does this
 
 
 def padding_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the slices of a flat tensor that belong to no parameter."""
-    used = sorted((place.start, place.stop) for place in layout.positions if place.numel)
+    used = sorted(
+        (position.start, position.stop) for position in layout.positions if position.numel
+    )
     padding = []
     end = 0  # end of the parameters so far
     for start, stop in [*used, (layout.numel, layout.numel)]:

@@ -92,7 +92,7 @@ class ShownGradients:
         if not self._gradients:
             for sharded_param in self.sharded_params:
                 self._gradients.append(sharded_param.gradient(flat, self._family))
-            self._no_values = shard.places.within(torch.empty_like(flat, device="meta"))
+            self._no_values = shard.view_specs.views_of(torch.empty_like(flat, device="meta"))
         if self._flat is not flat:
             self._flat = flat
             set_each(self._gradients, "_local_tensor", shard.views())
@@ -277,7 +277,7 @@ class GradientSync(StateOwner[ShownState]):
         self._trainability.sync_requires_grad()
         with torch.no_grad():
             for shown in self._groups:
-                shown.attach(shown.group.gradients.final(not self._use_decoupled_grad))
+                shown.attach(shown.group.gradients.final_sum(not self._use_decoupled_grad))
         self._set_family()
         self.change_state(state)
         if self._report_nonfinite is not None:
@@ -300,7 +300,9 @@ class GradientSync(StateOwner[ShownState]):
         for shown in self._groups:
             gradients = shown.group.gradients
             flags.append(gradients.state is GradientState.WAITING)
-            flags += [index in gradients.users for index in range(len(shown.parameters))]
+            flags += [
+                index in gradients.indices_with_grad for index in range(len(shown.parameters))
+            ]
         if not flags:
             return
         device = self._groups[0].group.main_shard.device
@@ -415,5 +417,5 @@ def gradient_shard(sharded_param: ShardedParam) -> torch.Tensor:
 
 def clear_gradient_shard(sharded_param: ShardedParam) -> None:
     """Set this rank's shard of the reduced gradient of one parameter to zero."""
-    sharded_param.group.gradients.users.discard(sharded_param.index)
+    sharded_param.group.gradients.indices_with_grad.discard(sharded_param.index)
     gradient_shard(sharded_param).zero_()
