@@ -444,7 +444,7 @@ def _translated(keywords: dict[str, Any]) -> tuple[Problems, Settings]:
             " them"
         )
     if older is not None:
-        keywords["report_nan_in_param_grad"] = older is True
+        keywords["report_nan_in_param_grad"] = older
     return problems, settings_of(keywords, mesh, problems)
 
 

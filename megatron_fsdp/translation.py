@@ -154,7 +154,9 @@ def precision_policy(
     Raises:
         ValueError: if both are given and contradict each other.
     """
-    main_params_dtype = None if preserve_fp32_weights is False else torch.float32
+    main_params_dtype: torch.dtype | None = torch.float32
+    if preserve_fp32_weights is not None and not preserve_fp32_weights:
+        main_params_dtype = None
     grads_dtype = torch.float32 if grad_reduce_in_fp32 else None
     old = MixedPrecisionPolicy(main_params_dtype, grads_dtype, grads_dtype)
     if policy is None or policy is DEFAULT_PRECISION:
@@ -275,7 +277,10 @@ def published_names(more: Mapping[str, str] | None = None) -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError, RuntimeError) as error:
-        text = renamed(renamed(str(error), _PUBLISHED), more or {})
-        if text == str(error):
-            raise
-        raise type(error)(text) from error.__cause__
+        args = []
+        for argument in error.args:
+            if isinstance(argument, str):
+                argument = renamed(renamed(argument, _PUBLISHED), more or {})
+            args.append(argument)
+        error.args = tuple(args)  # its class may have a constructor of its own
+        raise

@@ -177,9 +177,7 @@ class InPlaceModel(ShardedModule):
             unit.shown_name = unit.name
             unit.is_automatic = True  # the larger model adds no casts
             for group in unit.groups:
-                group.names = [f"{path}.{name}" for name in group.names]
-                group.unit_name = unit.name
-                group.guard.rename(group.names, unit.name)
+                group.rename([f"{path}.{name}" for name in group.names], unit.name)
         for sharded_param in self._sharded_params.values():
             sharded_param.name = f"{path}.{sharded_param.name}"
 

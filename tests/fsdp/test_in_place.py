@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp import trace
 from megatron_fsdp.experimental import (
     fully_shard,
     fully_shard_context,
@@ -63,6 +64,20 @@ def test_independent_roots_prefetch_in_the_order_of_their_calls() -> None:
         second(torch.cat([hidden, hidden], dim=1)[:, :WIDTH]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_work_on_weights_and_gradients_has_the_unit_of_the_larger_model() -> None:
+    mesh = shard_mesh()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for module in (*model, model):
+        fully_shard(module, mesh, on_one_axis(mesh, 3).placements)
+    with trace.record() as recorded:
+        model(torch.ones(1, 3)).sum().backward()
+    units: dict[str, set[str]] = {}
+    for entry in recorded.collectives:
+        units.setdefault(entry.name, set()).add(entry.unit)
+    assert units == {"all_gather": {"0", "1"}, "reduce_scatter": {"0", "1"}}
 
 
 @on_ranks(2)

@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
 import megatron_fsdp.experimental
+from megatron.fsdp import GradientError
+from megatron.fsdp.trace.failed_collectives import CollectiveError
+from megatron_fsdp.translation import published_names
 from megatron_fsdp.utils import (
     contains_submesh,
     find_megatron_fsdp,
@@ -192,6 +195,22 @@ def test_every_argument_is_translated(name: str, monkeypatch: pytest.MonkeyPatch
     assert keywords == {
         argument: value for argument, value in given.items() if argument not in SHARDED
     }
+
+
+@on_ranks(1)
+def test_older_flags_are_read_as_python_reads_them() -> None:
+    older: dict[str, Any] = {"check_for_nan_in_grad": 1, "preserve_fp32_weights": 0}
+    model = megatron_fsdp.fully_shard_model(nn.Linear(3, 3).bfloat16(), **older)
+    assert next(model.parameters()).dtype is torch.bfloat16
+    with pytest.raises(GradientError, match="weight"):
+        (model(torch.ones(1, 3, dtype=torch.bfloat16)) * float("nan")).sum().backward()
+
+
+def test_errors_of_any_class_get_the_published_names() -> None:
+    with pytest.raises(CollectiveError) as error, published_names():
+        raise CollectiveError("Strategy.level is 4", "failed")
+    assert str(error.value) == "zero_dp_strategy is 4\nfailed"
+    assert error.value.explanation == "Strategy.level is 4"  # which other ranks have too
 
 
 @on_ranks(1)

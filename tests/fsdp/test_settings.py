@@ -52,6 +52,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
         ("Gradients.sum_only", "Gradients.average_in_collective"),
     ),
     "bytes": (Overlap, {"prefetch_bytes": 0}, ("Overlap.prefetch_bytes expects", "got 0")),
+    "units": (Overlap, {"prefetch_units": "2"}, ("Overlap.prefetch_units expects", "got '2'")),
+    "fewer than no units": (Overlap, {"prefetch_units": -1}, ("Overlap.prefetch_units", "got -1")),
     "device": (Memory, {"device": "abacus"}, ("Memory.device expects", "'abacus'")),
     "registration": (
         Memory,

@@ -170,6 +170,21 @@ def test_a_dtype_for_a_single_parameter_is_refused() -> None:
     assert "param_dtype_override_fn" in message, message
 
 
+@on_ranks(1)
+def test_what_is_no_dtype_of_a_policy_of_torch_is_refused() -> None:
+    policy: Any = TorchPrecision(
+        param_dtype="bfloat16",
+        output_dtype=torch.int8,
+        cast_forward_inputs="no",
+    )
+    message = message_of(
+        ValueError, fully_shard_model, nn.Linear(2, 2), mixed_precision_policy=policy
+    )
+    assert "param_dtype expects a floating-point torch.dtype" in message and "'bfloat16'" in message
+    assert "output_dtype" in message and "torch.int8" in message, message
+    assert "cast_forward_inputs expects True or False but got 'no'" in message, message
+
+
 @on_ranks(2)
 def test_a_policy_of_torch_and_an_older_keyword_contradict() -> None:
     message = message_of(

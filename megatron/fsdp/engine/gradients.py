@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -74,6 +75,19 @@ class FlatGradient(NamedTuple):
     padding: list[torch.Tensor]
 
 
+@dataclass
+class GroupNames:
+    """The names of a group, which its parts share: a larger model may change them.
+
+    Attributes:
+        unit: name of the unit.
+        parameters: names of the parameters.
+    """
+
+    unit: str
+    parameters: list[str]
+
+
 class GroupGradients(StateOwner[GradientState]):
     """The gradients of a parameter group. See [Note: the way of a gradient].
 
@@ -84,7 +98,7 @@ class GroupGradients(StateOwner[GradientState]):
         strategy: the ZeRO level, which decides when gradients are reduced.
         precision: dtypes of local gradients, of reductions and of the sums of shards.
         communicator: the reductions.
-        unit_name: name of the unit, for messages and observers.
+        names: of the group, for messages and observers.
         storage: memory of the flat buffer of local gradients.
         memory: memory of the gradient shard.
     """
@@ -98,7 +112,7 @@ class GroupGradients(StateOwner[GradientState]):
         strategy: ShardingStrategy,
         precision: Precision,
         communicator: Communicator,
-        unit_name: str,
+        names: GroupNames,
         storage: Storage,
         memory: ShardMemory,
     ):
@@ -106,7 +120,7 @@ class GroupGradients(StateOwner[GradientState]):
         self._layout = layout
         self._partition = partition
         self._communicator = communicator
-        self._unit_name = unit_name
+        self._names = names
         self._storage = storage
         # This rank's part of the inner axis is the whole gradient: reducing it frees no memory.
         self._has_whole = partition.num_inner == 1
@@ -161,7 +175,7 @@ class GroupGradients(StateOwner[GradientState]):
         )
 
     def __str__(self) -> str:
-        return f"the gradients of unit {self._unit_name!r}"
+        return f"the gradients of unit {self._names.unit!r}"
 
     @property
     def shard(self) -> torch.Tensor:
@@ -193,7 +207,7 @@ class GroupGradients(StateOwner[GradientState]):
         # Where memory is assigned ahead, all ranks must allocate buffers at the same times. So a
         # rank that has not used the group (an expert without tokens) accumulates zeros.
         if arrived or self._written or self._storage.is_assigned_ahead:
-            with observe.work(self._unit_name, "accumulate gradients"):
+            with observe.work(self._names.unit, "accumulate gradients"):
                 covers_all = len(arrived) == len(grads)
                 local, has_values = self._open(reduces_now, covers_all)
                 if self._written:
@@ -270,7 +284,7 @@ class GroupGradients(StateOwner[GradientState]):
                 layout=self._layout,
                 dtype=dtype,
                 device=self._inner_sum.memory.device,
-                name=f"the local gradients of unit {self._unit_name!r}",
+                name=f"the local gradients of unit {self._names.unit!r}",
                 storage=self._storage,
             )
         self._buffer.allocate()
@@ -302,7 +316,7 @@ class GroupGradients(StateOwner[GradientState]):
         ):
             return None
         if self.state is GradientState.EMPTY:
-            with observe.work(self._unit_name, "accumulate gradients"):
+            with observe.work(self._names.unit, "accumulate gradients"):
                 self._open(reduces_now=False)
             self.change_state(GradientState.WRITING)
         self._written.add(index)
@@ -341,13 +355,13 @@ class GroupGradients(StateOwner[GradientState]):
         self.num_reductions += 1
         self.wait_for_reduce()
         self._move_back()
-        with observe.work(self._unit_name, "reduce"):
+        with observe.work(self._names.unit, "reduce"):
             self._run(self._reduce(over_inner, over_outer))
 
     def advance_reduce(self) -> bool:
         """Wait for the collective under way and start the next; return False if there is none."""
         if self._reduction is not None:
-            with observe.work(self._unit_name, "wait for reduce"):
+            with observe.work(self._names.unit, "wait for reduce"):
                 self._run(self._reduction)
         return self._reduction is not None
 
@@ -490,7 +504,7 @@ class GroupGradients(StateOwner[GradientState]):
         """Drop the reduced gradients: the next reduction begins a new sum."""
         self.wait_for_reduce()
         self.indices_with_grad.clear()
-        with observe.work(self._unit_name, "free gradients"):
+        with observe.work(self._names.unit, "free gradients"):
             self._grad_sum.drop()
             self._optimizer_grad.drop()
 

@@ -14,7 +14,7 @@ from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import FlatBuffer, ShardMemory, Storage, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.device import Pending, all_of, held
-from megatron.fsdp.engine.gradients import GroupGradients
+from megatron.fsdp.engine.gradients import GroupGradients, GroupNames
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, Layout, plan
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.states import MainState, WeightState, change_state
@@ -117,11 +117,10 @@ class ParamGroup:
         form: StoredForm,
         memory: ShardMemory,
     ):
-        self.names = list(named)
+        self._names = GroupNames(unit_name, list(named))
         self.parameters = list(named.values())
         self.strategy = strategy
         self.precision = precision
-        self.unit_name = unit_name
         self.requires_grad = self.parameters[0].requires_grad
         self.communicator = communicator
         self.partition = communicator.partition(strategy.shards_optimizer, shards_outer)
@@ -155,6 +154,28 @@ class ParamGroup:
     def __str__(self) -> str:
         return f"parameter group {self.names[0]}"
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters."""
+        return self._names.parameters
+
+    @property
+    def unit_name(self) -> str:
+        """The name of the unit."""
+        return self._names.unit
+
+    @property
+    def _buffer_name(self) -> str:
+        return f"the gathered weights of unit {self.unit_name!r} ({self.names[0]}, ...)"
+
+    def rename(self, names: Sequence[str], unit_name: str) -> None:
+        """Use other names of the parameters and of their unit, in messages and for observers."""
+        self._names.unit = unit_name
+        self._names.parameters = list(names)
+        self.guard.rename(names, unit_name)
+        for buffer in self.buffers:
+            buffer.name = self._buffer_name
+
     def _make_buffer(self, storage: Storage) -> FlatBuffer:
         """Return the flat buffer of compute weights, allocated, without values yet."""
         if not self.reshards_after_use:
@@ -164,7 +185,7 @@ class ParamGroup:
             layout=layout,
             dtype=dtype,
             device=self.memory.device,
-            name=f"the gathered weights of unit {self.unit_name!r} ({self.names[0]}, ...)",
+            name=self._buffer_name,
             storage=storage,
             on_move=self._point_parameters,
         )
@@ -197,7 +218,7 @@ class ParamGroup:
             strategy=self.strategy,
             precision=self.precision,
             communicator=self.communicator,
-            unit_name=self.unit_name,
+            names=self._names,
             storage=storage,
             memory=self.memory,
         )

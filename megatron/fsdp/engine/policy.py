@@ -87,13 +87,17 @@ class MixedPrecisionPolicy:
     grad_comm_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
-            dtype = getattr(self, name)
+        problems = problems_of_flags(self)
+        for field in fields(self):
+            if not field.name.endswith("_dtype"):
+                continue
+            dtype = getattr(self, field.name)
             is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
             if dtype is not None and not is_float:
-                raise ValueError(
-                    f"{name} expects a floating-point torch.dtype or None but got {dtype!r}"
+                problems.append(
+                    f"{field.name} expects a floating-point torch.dtype or None but got {dtype!r}"
                 )
+        raise_problems(problems)
 
     def resolve(self, compute_dtype: torch.dtype, trainable: bool) -> Precision:
         """Return the dtypes of a group.
@@ -138,7 +142,7 @@ class Overlap:
     Args:
         grad_reduce: overlap the reductions of a unit with the backward of the next one.
         param_gather: overlap the all-gathers of the next units with the compute of this one.
-        prefetch_units: how many units may be unsharded ahead of the one in use.
+        prefetch_units: how many units may be unsharded ahead of the one in use, 0 or more.
         prefetch_bytes: how many bytes of weights may be unsharded ahead, in place of a number of
             units, and up to which small units outside the named ones are gathered with the
             parameters of the root. None: no such bound, and the size of the largest named unit.
@@ -151,6 +155,11 @@ class Overlap:
 
     def __post_init__(self) -> None:
         problems = problems_of_flags(self)
+        number = self.prefetch_units
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            problems.append(
+                f"Overlap.prefetch_units expects a number of units, at least 0, but got {number!r}"
+            )
         size = self.prefetch_bytes
         is_size = isinstance(size, int) and not isinstance(size, bool) and size > 0
         if size is not None and not is_size:
