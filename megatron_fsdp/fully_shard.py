@@ -87,9 +87,9 @@ def fully_shard_model(
     expert_outer_dp_sharding_strategy: str | int | ShardingStrategy | None = None,
     embedding_zero_dp_strategy: str | int | ShardingStrategy | None = None,
 ) -> MegatronFSDP:
-    """Shard a model over data ranks, by the published keywords of ``megatron.fsdp.fully_shard``.
+    """Shard a model over data ranks, by the published keywords.
 
-    Both are one engine, with ZeRO levels 0 to 3, plain or hybrid.
+    They become settings of ``megatron.fsdp.fully_shard``: ZeRO levels 0 to 3, plain or hybrid.
 
     Weights, gradients and optimizer state are sharded over the ranks of the axis ``dp_shard_dim``;
     ``zero_dp_strategy`` chooses which of them. At level 3, the default, each rank keeps its shard

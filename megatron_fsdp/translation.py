@@ -166,7 +166,7 @@ def precision_policy(
         if grad_reduce_in_fp32 is not None or preserve_fp32_weights is not None:
             raise ValueError(
                 "grad_reduce_in_fp32 and preserve_fp32_weights contradict a mixed_precision_policy"
-                " of torch, which says both: leave them out"
+                " of torch, which determines both dtypes: leave them out"
             )
         return own
     if preserve_fp32_weights is not None and own.main_params_dtype != old.main_params_dtype:

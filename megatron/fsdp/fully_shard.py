@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to the engine: :func:`fully_shard` with typed settings."""
+"""The public function :func:`fully_shard`, with typed settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def fully_shard(
     memory: Memory = Memory(),
     initialisation: MetaInitialisation | None = None,
 ) -> Any:
-    """Shard a model, and its optimizer, over data ranks; the published door is ``megatron_fsdp``.
+    """Shard a model, and its optimizer, over data ranks, by typed settings.
+
+    ``megatron_fsdp`` has the published functions, with keywords.
 
     docs/how_it_works.md shows how. ``model.parameters()`` yields the *main weights*, which the
     optimizer updates: DTensors of the full logical shape over this rank's shard. Their gradients

@@ -232,7 +232,7 @@ def _tied_outside(module: object) -> set[nn.Parameter]:
 
 
 class FSDPModule(nn.Module):
-    """The methods that :func:`fully_shard` adds to the class of a module."""
+    """The methods that ``megatron_fsdp.experimental.fully_shard`` adds to the class of a module."""
 
     _ddp_params_and_buffers_to_ignore = property(refuse_ddp)
 

@@ -94,7 +94,7 @@ class Remembered(NamedTuple):
             if self.dtype is not None:
                 text += f" {str(self.dtype).removeprefix('torch.')}"
         if self.unit:
-            text += f" of {self.unit}{self.phase}"
+            text += f" of unit {self.unit!r}{self.phase}"
         return text
 
 
