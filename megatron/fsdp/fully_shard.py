@@ -117,13 +117,13 @@ def shard_both(
         The wrapper and ``optimizer``, whose parameters are then those of the wrapper.
     """
     optimizers = list_of_optimizers(problems, optimizer)
-    for number, each in enumerate(optimizers):
+    for number, entry in enumerate(optimizers):
         which = "the optimizer"
         if len(optimizers) > 1:
             which = f"optimizer {number}"
-        check_optimizer(problems, each, which, model, settings)
+        check_optimizer(problems, entry, which, model, settings)
     sharded = wrapper(model, with_fitting_boundaries(settings, optimizers), problems)
-    for each in optimizers:
-        swap_parameters(each, sharded)
-        shard_optimizer(each, sharded.checkpoint_ready)
+    for entry in optimizers:
+        swap_parameters(entry, sharded)
+        shard_optimizer(entry, sharded.checkpoint_ready)
     return sharded, optimizer

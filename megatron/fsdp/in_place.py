@@ -116,7 +116,7 @@ class InPlaceModel(ShardedModule):
         before: set[Any] = _tied_outside(module)
         for model in self._inside:
             before.update(model._sharded_params)
-            before.update(each.parameter for each in model.sharded_params)
+            before.update(sharded_param.parameter for sharded_param in model.sharded_params)
         self._sharded_before = before
         super().__init__(module, settings, problems)
         vars(module)[MODEL] = self

@@ -70,12 +70,12 @@ class StagePrediction:
     @property
     def copied_bytes(self) -> int:
         """Bytes copied between the device and the host."""
-        return sum(each.num_bytes for each in self.copies)
+        return sum(copy.num_bytes for copy in self.copies)
 
     @property
     def copy_seconds(self) -> float:
         """Seconds of copies, in which compute goes on where it needs no result."""
-        return sum(each.seconds for each in self.copies)
+        return sum(copy.seconds for copy in self.copies)
 
     @property
     def exposed_seconds(self) -> float:
@@ -161,7 +161,7 @@ def _all_copies(step: StepResult, num_left_out: int) -> list[Copy]:
     if not num_left_out:
         return step.copies
     begin, end, *_ = step.backward_ends
-    second = [each for each in step.copies if begin < each.launched <= end]
+    second = [copy for copy in step.copies if begin < copy.launched <= end]
     return step.copies + num_left_out * second
 
 
@@ -194,7 +194,7 @@ def sharded_skeleton(
         parts[group] = gathered_part(group, coded, of_code)
     attach(simulator, engine, parts)
     follow_copies(simulator, engine, machine)
-    units = [each.module for each in engine._units if each.module is not None]
+    units = [unit.module for unit in engine._units if unit.module is not None]
     make_skeleton(
         root=engine.module,
         units=units,

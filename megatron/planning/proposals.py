@@ -157,8 +157,8 @@ def _quantized(plan: Plan) -> Iterator[Proposal]:
     for name, num_bytes in QUANTIZED.items():
         saved = 1 - num_bytes / 8
         least = inf
-        for each in every:
-            needed = each.num_bytes - saved * each.state_bytes
+        for estimate in every:
+            needed = estimate.num_bytes - saved * estimate.state_bytes
             least = min(least, needed)
         if least <= plan.memory_limit:
             yield Proposal(

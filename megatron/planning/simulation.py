@@ -96,9 +96,9 @@ class StepResult:
     def compute_seconds(self) -> float:
         """Seconds in which compute was busy."""
         seconds = 0.0
-        for each in self.intervals:
-            if each.stream == COMPUTE:
-                seconds += each.end - each.begin
+        for interval in self.intervals:
+            if interval.stream == COMPUTE:
+                seconds += interval.end - interval.begin
         return seconds
 
     @property

@@ -127,7 +127,7 @@ def names_on_all_ranks(
             name_of[parameter] = name
     names = []
     for group in optimizer.param_groups:
-        names.append([name_of[each] for each in group["params"] if each in name_of])
+        names.append([name_of[parameter] for parameter in group["params"] if parameter in name_of])
     return names
 
 

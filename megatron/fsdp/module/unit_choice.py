@@ -150,7 +150,7 @@ def merge_small_units(
         # A tied weight comes before its sharers; those that need one that stays behind stay too.
         is_alone = all(shared is root for shared in unit.shared)
         # Unequal slices would shift the root's other parameters differently on different ranks.
-        is_uneven = any(has_uneven_slices(each) for each in parameters_of[unit].values())
+        is_uneven = any(has_uneven_slices(parameter) for parameter in parameters_of[unit].values())
         if is_automatic and is_alone and not is_uneven and sizes[unit] <= room:
             room -= sizes[unit]
             merged.add(unit)

@@ -328,10 +328,10 @@ def _end_alike(own_names: list[list[str]], saved_names: list[list[str]]) -> bool
     """Return True if each saved name is ours, in the same order, or ours behind a prefix."""
     if len(own_names) != len(saved_names):
         return False
-    for own, saved in zip(own_names, saved_names):
-        if len(own) != len(saved):
+    for own_group, saved_group in zip(own_names, saved_names):
+        if len(own_group) != len(saved_group):
             return False
-        if not all(name.endswith(end) for name, end in zip(saved, own)):
+        if not all(name.endswith(end) for name, end in zip(saved_group, own_group)):
             return False
     return True
 

@@ -95,7 +95,9 @@ def replace_meta_weights(
     for module in root.modules():
         num_owners.update(module._parameters.values())
     for module in root.modules():
-        weights = {name: own for name, own in module._parameters.items() if own is not None}
+        weights = {
+            name: weight for name, weight in module._parameters.items() if weight is not None
+        }
         # Others are refused when they are initialised.
         are_alone = all(
             weight.is_meta and weight in names and num_owners[weight] == 1

@@ -171,9 +171,9 @@ class StepFormula:
         for number, stage in enumerate(stages):
             seconds.append(self._seconds(stage))
             memory.append(self._bytes(stage, number))
-        slowest = max(seconds, key=lambda each: each.microbatch)
-        ends = max(each.ends for each in seconds)
-        mean = sum(each.microbatch for each in seconds) / len(seconds)
+        slowest = max(seconds, key=lambda stage_seconds: stage_seconds.microbatch)
+        ends = max(stage_seconds.ends for stage_seconds in seconds)
+        mean = sum(stage_seconds.microbatch for stage_seconds in seconds) / len(seconds)
         bubble = (mesh.pipeline - 1) * mean / mesh.virtual
         busy = mesh.num_microbatches * slowest.microbatch
         exposed = mesh.num_microbatches * slowest.exposed

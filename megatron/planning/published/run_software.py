@@ -216,8 +216,8 @@ def sizes_of(run: PublishedRun) -> ModelSizes:
 
 def predicted_tokens_of(run: PublishedRun) -> int:
     """Return the number of layers that predict further tokens, by the notes of a row."""
-    for each in run.get("not_stated", ()):
-        if "further tokens" in str(each):
+    for entry in run.get("not_stated", ()):
+        if "further tokens" in str(entry):
             return 0
     return int("with one layer that predicts a second token" in run.notes)
 
