@@ -45,7 +45,7 @@ from megatron.fsdp.module.model_state import (
     show_main_weights,
 )
 from megatron.fsdp.module.own_names import lead_by_own_names, own_name
-from megatron.fsdp.module.shown_parameters import ShownParameters
+from megatron.fsdp.module.shown_parameters import ShownParameters, watch_parameters
 from megatron.fsdp.module.trainability import Trainability
 from megatron.fsdp.module.unshard_handle import UnitHandle, units_of
 from megatron.fsdp.module.weight_writes import WeightWrites
@@ -142,7 +142,8 @@ class ShardedModule(nn.Module):
         self._known = KnownParameters(self, names)
         writes = WeightWrites(units, self._trainability, self._known)
         self._hooks = UnitHooks(self._schedule, self._gradients, writes)
-        ShownParameters(self._hooks, sharded, self._trainability, module)
+        shown_parameters = ShownParameters(self._hooks, sharded, self._trainability)
+        watch_parameters(module, shown_parameters)
         self._casts = cast_at_units(units, settings.precision)
         self._hooks.hook_ids |= self._casts
         self._hooks.hook_ids |= accept_full_tensors(module)
