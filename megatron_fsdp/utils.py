@@ -65,7 +65,7 @@ def contains_submesh(
 
     Args:
         device_mesh: None contains nothing.
-        submesh_names: one name or several; the result is False if there are none.
+        submesh_names: one name or several; the result is False without any.
     """
     if isinstance(submesh_names, str):
         submesh_names = (submesh_names,)

@@ -74,7 +74,7 @@ class StagePrediction:
 
     @property
     def copy_seconds(self) -> float:
-        """Seconds of copies, in which compute goes on where it needs no result."""
+        """Seconds of copies, in which compute continues where it needs no result."""
         return sum(copy.seconds for copy in self.copies)
 
     @property
@@ -83,7 +83,7 @@ class StagePrediction:
         computed = self.step.compute_seconds - self.update.seconds
         computed *= self.num_microbatches / self.num_simulated
         exposed = self.seconds - computed - self.update.seconds
-        # Microbatches that were left out have fewer collectives beside them than those simulated.
+        # Microbatches that were left out overlap with fewer collectives than those simulated.
         return max(0.0, exposed)
 
 
@@ -100,7 +100,7 @@ def simulate_stage(
         args: the completed arguments, with ``padded_vocab_size``.
         machine: on which the model is trained.
         stage: the pipeline stage.
-        max_microbatches: simulate so many beside those that a pipeline begins first; None: all.
+        max_microbatches: simulate so many besides those that a pipeline begins first; None: all.
         costs: of the modules; None: those of ``pretrain_gpt.py`` with these arguments.
     """
     costs = costs or GptCosts(args, machine)
@@ -227,7 +227,7 @@ def one_after_another(num_microbatches: int, num_ahead: int) -> Iterator[bool]:
 
     Args:
         num_microbatches: of a step.
-        num_ahead: forwards that come before the first backward, beside its own.
+        num_ahead: forwards that come before the first backward, besides its own.
     """
     for number in range(num_microbatches):
         yield True

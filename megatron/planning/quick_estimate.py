@@ -275,7 +275,7 @@ class QuickEstimates:
 
 
 def _overlapped(compute: float, message: float) -> float:
-    """Return the seconds of compute beside a collective that slows it."""
+    """Return the seconds of compute during a collective that slows it."""
     slower = compute + FITTED.contention * min(compute, message)
     return max(slower, message)
 

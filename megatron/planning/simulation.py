@@ -210,7 +210,7 @@ class Simulator(Recorder):
     # ---- the model's calls
 
     def spend(self, seconds: float, name: str, unit: str) -> None:
-        """Let compute work for some seconds, and longer beside collectives.
+        """Let compute work for some seconds, and longer while collectives run.
 
         Args:
             seconds: that the work takes alone.
@@ -219,8 +219,8 @@ class Simulator(Recorder):
         """
         busy = 0.0
         for end in self._streams.values():
-            beside = min(end - self.compute, seconds)
-            busy = max(busy, beside)
+            shared = min(end - self.compute, seconds)
+            busy = max(busy, shared)
         begin = self.compute
         self.compute += seconds + self._contention * busy
         self._add(COMPUTE, name, unit, begin, self.compute)
@@ -274,7 +274,7 @@ class Simulator(Recorder):
         return self.compute - self._step_began
 
     def begin_simulated_step(self) -> None:
-        """Begin another step. Gathers for it may be under way; the streams go on."""
+        """Begin another step. Gathers for it may be under way; the streams continue."""
         self.entries.clear()
         self._step_began = self.compute
         self.step = StepResult(memory=[(0.0, self.num_bytes)])
@@ -324,7 +324,7 @@ def attach(
         simulator.change_memory(int((part - 1.0) * storage.nbytes()))
         group.communicator.streams = simulator  # type: ignore[assignment]  # it launches alike
         simulator.change_memory(shard_bytes(group))
-    # Nothing on meta is NaN; where gradients are checked, ranks still tell each other.
+    # Nothing on meta is NaN; where gradients are checked, ranks still exchange that.
     model._gradients._find_nonfinite = list  # type: ignore[method-assign]
 
 

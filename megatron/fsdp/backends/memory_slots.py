@@ -187,7 +187,7 @@ class MemorySlots(Storage):
                 observe.storage("release", slot.memory)
 
     def _slot_for(self, buffer: FlatBuffer) -> MemorySlot:
-        """Return the first slot that ``buffer`` fits in; add one if there is none."""
+        """Return the first slot that ``buffer`` fits in; add one if all are taken."""
         taken = {self._slot_of.get(other) for other in self._overlaps[buffer]}
         for slot in self._slots:
             if buffer.num_bytes <= slot.num_bytes and slot not in taken:

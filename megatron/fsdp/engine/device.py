@@ -200,7 +200,7 @@ Streams = CpuStreams | CudaStreams
 
 
 def streams_for(device: torch.device, has_one_stream: bool = False) -> Streams:
-    """Return the streams for collectives of tensors on ``device``; on CPU there are none."""
+    """Return the streams for collectives of tensors on ``device``; on CPU these do nothing."""
     if device.type == "cuda":
         return CudaStreams(device, has_one_stream)
     return CpuStreams()

@@ -253,7 +253,7 @@ class GroupGradients(StateOwner[GradientState]):
         return self._local, False
 
     def _local_flat(self, reduces_now: bool) -> torch.Tensor:
-        """Return the flat tensor of the local gradients; zeros if there are none."""
+        """Return the flat tensor of the local gradients; zeros without any."""
         local, _ = self._open(reduces_now)
         return local.flat
 
@@ -359,7 +359,7 @@ class GroupGradients(StateOwner[GradientState]):
             self._run(self._reduce(over_inner, over_outer))
 
     def advance_reduce(self) -> bool:
-        """Wait for the collective under way and start the next; return False if there is none."""
+        """Wait for the collective under way and start the next; return False after the last."""
         if self._reduction is not None:
             with observe.work(self._names.unit, "wait for reduce"):
                 self._run(self._reduction)
@@ -454,7 +454,7 @@ class GroupGradients(StateOwner[GradientState]):
     # ---- for the optimizer and the training loop
 
     def final_sum(self, in_main_dtype: bool = True) -> RunningSum:
-        """Return the gradient shard; zeros if there are none. Call it under ``torch.no_grad()``.
+        """Return the gradient shard; zeros without any. Call it under ``torch.no_grad()``.
 
         Args:
             in_main_dtype: in the dtype of the main weights, which torch's optimizers need.

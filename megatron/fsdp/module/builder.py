@@ -57,7 +57,7 @@ def shard_parameters(
     Args:
         module: the module, of which parameters become views of flat buffers.
         settings: its settings, which were checked.
-        initialiser: gives parameters on the meta device their first values. None: there are none.
+        initialiser: gives parameters on the meta device their first values, if any.
         sharded_before: parameters of modules inside that an earlier call has sharded, and the
             compute parameters of these. They are left as they are.
         streams: the streams of collectives. None: streams of this call.
@@ -175,7 +175,7 @@ class Sharder:
     Args:
         module: the model.
         settings: its settings.
-        slots: memory slots of gathered weights and local gradients. None: there are none.
+        slots: memory slots of gathered weights and local gradients, if any.
         numel: number of elements of all parameters.
         streams: the streams of collectives.
     """

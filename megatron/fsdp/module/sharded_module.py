@@ -75,7 +75,7 @@ class ShardedModule(nn.Module):
         module: the module, whose parameters become views of flat buffers.
         settings: its settings.
         problems: problems that the caller has found; the constructor adds its own and raises all.
-            None: there are none.
+            None: no problems yet.
 
     Raises:
         ValueError: lists every problem, the same on every rank.

@@ -125,7 +125,7 @@ def merge_small_units(
         units: all units, the root first; those that are merged are removed.
         parameters_of: their parameters by name, which move to the root.
         limit: bytes of parameters that the root's unit may have. None: the size of the largest
-            unit that the user named, 0 if there is none.
+            unit that the user named, 0 without any.
     """
     # The smallest first. Their weights stay unsharded while the root computes. Example: a final
     # norm, and an embedding that is small in comparison with a layer.

@@ -38,7 +38,7 @@ def initialize_model_parallel(*, create_all_gather_group: bool, **settings: Any)
 def all_gather_group(
     pg_collection: ProcessGroupCollection | None, data_parallel: dist.ProcessGroup
 ) -> dist.ProcessGroup:
-    """Return the separate group for all-gathers of weights, which is made if there is none.
+    """Return the separate group for all-gathers of weights, which is made if it is missing.
 
     That is a collective over the ranks of ``data_parallel``, the group for reduce-scatters.
     """

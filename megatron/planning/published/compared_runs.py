@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published runs beside their plans: the table, and the errors by source."""
+"""Published runs compared with their plans: the table, and the errors by source."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Errors(NamedTuple):
 
 
 def errors_of(ratios: Sequence[float]) -> Errors | None:
-    """Return the errors of ratios of the predicted to the measured; None if there are none."""
+    """Return the errors of ratios of the predicted to the measured; None without any."""
     if not ratios:
         return None
     errors = sorted(abs(ratio - 1) for ratio in ratios)

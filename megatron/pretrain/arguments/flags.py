@@ -120,7 +120,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Idle:
-    """A setting that changes nothing beside others, which is noted."""
+    """A setting that changes nothing with others, which is noted."""
 
     is_idle: Callable[[argparse.Namespace], object]
     condition: str

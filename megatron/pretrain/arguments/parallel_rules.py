@@ -145,7 +145,7 @@ def imply(check: Check, other: str) -> None:
 
 
 def choose_strictness(check: Check) -> None:
-    """Let --dist-ckpt-strictness say how strict loads of fsdp_dtensor are, where it fits."""
+    """Let --dist-ckpt-strictness choose how strict loads of fsdp_dtensor are, where it fits."""
     args = check.args
     flag = check.flag("dist_ckpt_strictness")
     if not check.changed("dist_ckpt_strictness"):
@@ -343,7 +343,7 @@ def follow_layout(check: Check) -> None:
         )
         predicts_alone = layout.validate_layer_layout(args.num_layers, args.mtp_num_layers)
     except (AssertionError, NotImplementedError):
-        return  # Megatron-Core's config says what is wrong
+        return  # Megatron-Core's config reports what is wrong
     check.require(
         not predicts_alone,
         f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: m (the layers"

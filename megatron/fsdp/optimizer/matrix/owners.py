@@ -33,7 +33,7 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "emerging_optimizers.soap.soap.SOAP": (),
 }
 
-NEWTON_SCHULZ_STEPS = 5  # unless the settings of an optimizer say otherwise
+NEWTON_SCHULZ_STEPS = 5  # unless the settings of an optimizer have another number
 IMBALANCE = 1.1  # most work of a rank, of that of balanced owners, for which nothing is sent
 
 
