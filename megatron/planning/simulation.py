@@ -174,13 +174,20 @@ class Simulator(Recorder):
             self.compute += self._collective_seconds(entry)
         return entry
 
-    def launch(self, stream_name: str, *collectives: Collective) -> Pending:
+    def launch(
+        self,
+        stream_name: str,
+        *collectives: Collective,
+        after: Pending | None = None,
+    ) -> Pending:
         """Run collectives one after another on a stream, as the engine's streams do."""
         self._streams[stream_name] = self._when_free(stream_name)
         self._current = stream_name
         try:
+            if after is not None:
+                after.wait()
             for collective in collectives:
-                collective(False)  # it may wait for copies
+                collective(False)
                 entry = self.entries[-1]
                 entry.begin = self._streams[stream_name]
                 entry.end = entry.begin + self._collective_seconds(entry)

@@ -180,8 +180,7 @@ class Communicator:
             gather_inner = self.transport.all_gather(fulls, shards, group)
             collectives.append(observed(GATHER, "all_gather", fulls, group, gather_inner))
         copies = all_of([gather.filled for gather in gathers])
-        collectives[0] = _after(copies, collectives[0])
-        return self.streams.launch("gather", *collectives)
+        return self.streams.launch("gather", *collectives, after=copies)
 
     def broadcast(
         self,
@@ -283,16 +282,6 @@ class Communicator:
             result.div_(divisor)
 
         return Pending(wait_and_divide)
-
-
-def _after(pending: Pending, collective: Collective) -> Collective:
-    """Return a collective that first waits for ``pending``, on its own stream only."""
-
-    def start(asynchronous: bool) -> Work | None:
-        pending.wait()
-        return collective(asynchronous)
-
-    return start
 
 
 def local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
