@@ -59,7 +59,7 @@ class HostMemory(ShardMemory):
         """Return a new flat tensor of zeros on the host."""
         if self._is_pinned and numel:
             return pinned(numel, dtype, self.device)
-        host = "meta" if self.device.type == "meta" else "cpu"  # of a simulated run
+        host = "meta" if self.device.type == "meta" else "cpu"  # meta in a simulated run
         return torch.zeros(numel, dtype=dtype, device=host)
 
     def use(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], None]) -> Pending:

@@ -84,7 +84,7 @@ class UnitHooks:
         self._root = schedule.units[0]
         self.unit_of: dict[nn.Parameter, Unit] = {}  # unit of each compute parameter
         self.calls: list[UnitCall] = []  # forwards and other methods under way, innermost last
-        self._outside = Unit("outside of forwards", None)  # of calls of other methods
+        self._outside = Unit("outside of forwards", None)  # unit of calls of other methods
         self._awaiting: dict[UnitCall, None] = {}  # calls whose backward awaits gradients of inputs
         # Ids of the hooks on modules, which a copy of the module must not have.
         self.hook_ids: set[int] = set()

@@ -58,7 +58,7 @@ class UnitCall(StateOwner[CallState]):
         self.inputs: dict[int, tuple[torch.Tensor, int]] = {}
         self._num_moves = 0  # moves of the weights that the forward used, when it ended
         self.num_input_hooks = 0  # hooks on inputs that get gradients; several may share one hook
-        self.num_pending_inputs = 0  # those of the hooks that this pass has not called yet
+        self.num_pending_inputs = 0  # input hooks that this pass has not called yet
         self.input_hooks: list[RemovableHandle] = []
         # Gradients of leaf inputs may arrive before those of parameters on another path.
         self.has_leaf_inputs = False

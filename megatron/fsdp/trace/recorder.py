@@ -31,12 +31,12 @@ class TraceEntry:
 
     track: str  # a kind of collectives, or one of the tracks above
     name: str  # name of the operation, such as all_gather, or of the work, such as unshard
-    unit: str  # its name; empty if it belongs to none
+    unit: str  # name of the unit; empty if it belongs to none
     phase: str  # phase in which it began
     microbatch: int | None  # [Note: microbatches]; None in the phase "step"
     begin: float  # seconds since the epoch; [Note: recorded times]
     end: float | None = None  # None until it is over
-    ranks: tuple[int, ...] = ()  # of the process group, for a collective
+    ranks: tuple[int, ...] = ()  # ranks of the process group, for a collective
     number: int = 0  # number of a collective among those of the same ranks, from 0
     num_bytes: int = 0  # bytes of the whole operands (the result of an all-gather), or of storage
     dtype: str = ""  # dtype of the operands, such as bfloat16, or bfloat16+float32 of several

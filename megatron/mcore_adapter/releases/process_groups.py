@@ -89,4 +89,4 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(function).parameters
     if name in parameters:
         return True
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
