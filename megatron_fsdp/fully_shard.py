@@ -87,9 +87,9 @@ def fully_shard_model(
     expert_outer_dp_sharding_strategy: str | int | ShardingStrategy | None = None,
     embedding_zero_dp_strategy: str | int | ShardingStrategy | None = None,
 ) -> MegatronFSDP:
-    """Shard a model over data ranks, by the published keywords of ``megatron.fsdp.fully_shard``.
+    """Shard a model over data ranks, by the published keywords.
 
-    Both are one engine, with ZeRO levels 0 to 3, plain or hybrid.
+    They become settings of ``megatron.fsdp.fully_shard``: ZeRO levels 0 to 3, plain or hybrid.
 
     Weights, gradients and optimizer state are sharded over the ranks of the axis ``dp_shard_dim``;
     ``zero_dp_strategy`` chooses which of them. At level 3, the default, each rank keeps its shard
@@ -284,10 +284,10 @@ def fully_shard_optimizer(
     """Shard an optimizer over the ``parameters()`` of a sharded model, in place, and return it.
 
     Its ``step(closure=None, *, sync_grad_before_optimizer_step=True,
-    install_optimized_model_weights=True)`` finishes reductions, updates the main weights and casts
-    them into the compute weights. Its ``zero_grad(set_to_none=True, *, zero_grad_buffer=True)``
-    also clears the accumulation buffers. The state of torch's optimizers is created at once
-    (moments zero, step 0).
+    install_optimized_model_weights=True)`` finishes reductions and updates the main weights; the
+    next forward casts and gathers them. Its ``zero_grad(set_to_none=True, *,
+    zero_grad_buffer=True)`` also clears the accumulation buffers. The state of torch's optimizers
+    is created at once (moments zero, step 0).
 
     Args:
         optimizer: any optimizer. Element-wise ones of torch step on flat tensors, Muon on matrices

@@ -9,7 +9,7 @@ from torch import nn
 from megatron.fsdp.engine.device import held
 from megatron.fsdp.engine.unit import Unit, UnitCall
 from megatron.fsdp.module.sharded_module import ShardedModule
-from megatron.fsdp.module.unit_access import UnitHandle, units_of
+from megatron.fsdp.module.unshard_handle import UnitHandle, units_of
 
 __all__ = ["OutsideSchedule"]
 
@@ -83,9 +83,9 @@ class OutsideSchedule(ShardedModule):
         if call is None:
             raise RuntimeError(f"{unit}: pre_backward expects a forward before it")
         if module is None:
-            self._gradients.begin_backward()
+            self._gradients.begin_backward_pass()
             with torch.no_grad():  # no graph of the backward is recorded
-                self._schedule.begin_backward()
+                self._schedule.begin_backward_pass()
         unit.begin_backward(call)
         if module is None:
             return
@@ -103,8 +103,8 @@ class OutsideSchedule(ShardedModule):
             while self._hooks.calls[0] is not self._root_call:
                 self._end_backward(self._hooks.calls[0])
         self._hold_gradients()
-        self._schedule.finish_backward()
-        self._gradients.end_backward()
+        self._schedule.end_backward_pass()
+        self._gradients.end_backward_pass()
         self._end_microbatch()
 
     def _begin(self) -> None:
@@ -138,7 +138,7 @@ class OutsideSchedule(ShardedModule):
         self._hooks.calls.remove(call)
         self._hooks.end_use(call, call.used_units)
         prefetcher = self._schedule.prefetcher
-        prefetcher.reshard_idle(set(self._units))
+        prefetcher.reshard_if_unused(set(self._units))
         prefetcher.is_enabled = self._overlaps
 
     def _hold_gradients(self) -> None:

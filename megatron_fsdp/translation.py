@@ -162,29 +162,32 @@ def precision_policy(
     old = MixedPrecisionPolicy(main_params_dtype, grads_dtype, grads_dtype)
     if policy is None or policy is DEFAULT_PRECISION:
         return old
-    own = parse_precision(policy)
+    policy_given = parse_precision(policy)
     if isinstance(policy, TorchPrecision):
         if grad_reduce_in_fp32 is not None or preserve_fp32_weights is not None:
             raise ValueError(
                 "grad_reduce_in_fp32 and preserve_fp32_weights contradict a mixed_precision_policy"
-                " of torch, which says both: leave them out"
+                " of torch, which determines both dtypes: leave them out"
             )
-        return own
-    if preserve_fp32_weights is not None and own.main_params_dtype != old.main_params_dtype:
+        return policy_given
+    if (
+        preserve_fp32_weights is not None
+        and policy_given.main_params_dtype != old.main_params_dtype
+    ):
         raise ValueError(
             f"preserve_fp32_weights={preserve_fp32_weights} contradicts"
-            f" mixed_precision_policy.main_params_dtype={own.main_params_dtype}: give one of"
-            " them"
+            f" mixed_precision_policy.main_params_dtype={policy_given.main_params_dtype}: give one"
+            " of them"
         )
-    grad_comm_dtype = own.grad_comm_dtype or own.main_grads_dtype
-    in_fp32 = own.main_grads_dtype == torch.float32 and grad_comm_dtype == torch.float32
+    grad_comm_dtype = policy_given.grad_comm_dtype or policy_given.main_grads_dtype
+    in_fp32 = policy_given.main_grads_dtype == torch.float32 and grad_comm_dtype == torch.float32
     if grad_reduce_in_fp32 is not None and grad_reduce_in_fp32 != in_fp32:
         raise ValueError(
             f"grad_reduce_in_fp32={grad_reduce_in_fp32} contradicts"
-            f" mixed_precision_policy.main_grads_dtype={own.main_grads_dtype} and"
-            f" grad_comm_dtype={own.grad_comm_dtype}: give one of them"
+            f" mixed_precision_policy.main_grads_dtype={policy_given.main_grads_dtype} and"
+            f" grad_comm_dtype={policy_given.grad_comm_dtype}: give one of them"
         )
-    return own
+    return policy_given
 
 
 # ---- configuration objects

@@ -234,31 +234,31 @@ def _exchanged_parts(named: dict[str, DTensor], mesh: DeviceMesh) -> dict[str, T
     missing = keys - keys.intersection(*of_ranks.values())
     if missing:
         raise ValueError("\n".join(f"some rank does not have {key}" for key in sorted(missing)))
-    own = tuple(mesh.get_coordinate() or ())
+    own_coordinate = tuple(mesh.get_coordinate() or ())
     parts = {}
     for name, shape in shapes:
         local_shapes = {rank: of_rank[name, shape] for rank, of_rank in of_ranks.items()}
-        parts[name], _ = _part_at(own, shape, named[name].placements, local_shapes)
+        parts[name], _ = _part_at(own_coordinate, shape, named[name].placements, local_shapes)
     return parts
 
 
 def _exchange(value: Any, mesh: DeviceMesh) -> dict[Coordinate, Any]:
     """Return the values, literals of Python, of all ranks of a mesh by their coordinates."""
-    own = (tuple(mesh.get_coordinate() or ()), value)
+    entry = (tuple(mesh.get_coordinate() or ()), value)
     values: dict[Coordinate, Any] = {}
-    for text in agree([repr(own)], mesh.get_all_groups()):
+    for text in agree([repr(entry)], mesh.get_all_groups()):
         coordinate, of_rank = literal_eval(text)
         values[coordinate] = of_rank
     return values
 
 
 def _part_at(
-    own: Coordinate,
+    own_coordinate: Coordinate,
     shape: tuple[int, ...],
     placements: Sequence[Placement],
     local_shapes: Mapping[Coordinate, tuple[int, ...]],
 ) -> tuple[TensorPart, tuple[int, ...]]:
-    """Return the part that rank ``own`` has of a DTensor, and the offsets at which it begins."""
+    """Return the part that a rank has of a DTensor, and the offsets at which it begins."""
     # A local tensor with another number of dims is a flat range.
     ndim = len(shape)
     is_flat = any(len(local) != ndim and prod(local) for local in local_shapes.values())
@@ -271,11 +271,11 @@ def _part_at(
     offsets: list[int] = []
     for dim in range(1 if is_flat else ndim):
         axes = axes_of(placements, dim)
-        others = [axis for axis in range(len(own)) if axis not in axes]
+        others = [axis for axis in range(len(own_coordinate)) if axis not in axes]
         # An empty local tensor may have any width, so a width is the largest at its position.
         sizes: dict[Coordinate, int] = defaultdict(int)
         for coordinate, local in local_shapes.items():
-            is_on_line = all(coordinate[axis] == own[axis] for axis in others)
+            is_on_line = all(coordinate[axis] == own_coordinate[axis] for axis in others)
             if dim > 0 or is_on_line:
                 size = 0
                 if is_flat:
@@ -284,9 +284,9 @@ def _part_at(
                     size = local[dim]
                 position = tuple(coordinate[axis] for axis in axes)
                 sizes[position] = max(sizes[position], size)
-        own_position = tuple(own[axis] for axis in axes)
+        own_position = tuple(own_coordinate[axis] for axis in axes)
         offsets.append(sum(size for position, size in sizes.items() if position < own_position))
-    local = local_shapes[own]
+    local = local_shapes[own_coordinate]
     chunks: list[Chunk] = []
     if is_flat:
         flat_range = FlatRange(shape, offsets[0], offsets[0] + prod(local), by_rows=False)
@@ -327,8 +327,8 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     copies = []
     for placement, position in zip(dtensor.placements, mesh.get_coordinate() or ()):
         copies.append(0 if isinstance(placement, Replicate) else position)
-    own = (tuple(copies), dist.get_rank(), dtensor._local_tensor.numel(), part.chunks)
-    problems = _problems(sorted(_exchange(own, mesh).values()), shape)
+    own_entry = (tuple(copies), dist.get_rank(), dtensor._local_tensor.numel(), part.chunks)
+    problems = _problems(sorted(_exchange(own_entry, mesh).values()), shape)
     if problems:
         raise ValueError(
             f"the parts do not make up a tensor of shape {shape}:\n" + "\n".join(problems[:10])

@@ -65,7 +65,7 @@ def contains_submesh(
 
     Args:
         device_mesh: None contains nothing.
-        submesh_names: one name or several; the result is False if there are none.
+        submesh_names: one name or several; the result is False without any.
     """
     if isinstance(submesh_names, str):
         submesh_names = (submesh_names,)
@@ -97,21 +97,21 @@ def state_of_other_optimizers(
     """
     result = optimizer.state_dict()
     _refuse_sums(result)
-    slots_of: dict[str, dict[str, Any]] = {}  # by the names of parameters
+    param_state_of: dict[str, dict[str, Any]] = {}  # by the names of parameters
     last_step = 0.0
     for state_dict in saved:
         _refuse_sums(state_dict)
         for group in state_dict["param_groups"]:
             for name, key in zip(group["param_names"], group["params"], strict=True):
-                slots = state_dict["state"].get(key, {})
-                slots_of[name] = slots
-                last_step = max(last_step, float(slots.get("step", 0.0)))
+                param_state = state_dict["state"].get(key, {})
+                param_state_of[name] = param_state
+                last_step = max(last_step, float(param_state.get("step", 0.0)))
     for group in result["param_groups"]:
         for name, key in zip(group["param_names"], group["params"], strict=True):
             wanted = result["state"].get(key, {})
-            slots = slots_of.get(name, {})
-            if wanted or slots:  # else it is frozen
-                result["state"][key] = _slots_for(name, wanted, slots, last_step)
+            param_state = param_state_of.get(name, {})
+            if wanted or param_state:  # else it is frozen
+                result["state"][key] = _param_state_for(name, wanted, param_state, last_step)
     return result
 
 
@@ -123,21 +123,21 @@ def _refuse_sums(state_dict: dict[str, Any]) -> None:
             )
 
 
-def _slots_for(
+def _param_state_for(
     name: str,
     wanted: dict[str, Any],
-    slots: dict[str, Any],
+    param_state: dict[str, Any],
     last_step: float,
 ) -> dict[str, Any]:
-    """Return the state of a parameter with the slots of another optimizer, made of ``slots``."""
-    momentum = slots.get("exp_avg", slots.get("momentum_buffer"))
+    """Return the entries ``wanted`` of a parameter's state, made of another optimizer's state."""
+    momentum = param_state.get("exp_avg", param_state.get("momentum_buffer"))
     has_momentum = "exp_avg" in wanted or "momentum_buffer" in wanted
-    if momentum is None or "Q_L" in slots or not has_momentum:
-        raise ValueError(f"{name}: {sorted(wanted)} cannot be made of {sorted(slots)}")
+    if momentum is None or "Q_L" in param_state or not has_momentum:
+        raise ValueError(f"{name}: {sorted(wanted)} cannot be made of {sorted(param_state)}")
     if "momentum_buffer" in wanted:
         return {"momentum_buffer": momentum}
-    if "exp_avg_sq" in slots:
-        return slots
+    if "exp_avg_sq" in param_state:
+        return param_state
     return {
         "step": torch.tensor(last_step),
         "exp_avg": momentum,

@@ -85,7 +85,6 @@ OTHER_MEANINGS = {
     "megatron/fsdp/optimizer/optimizer_state.py": "the same",
     "megatron/fsdp/optimizer/sharded_optimizer.py": "the same",
     "megatron/fsdp/optimizer/quantized_state.py": "the same",
-    "megatron/fsdp/module/unit_access.py": "slots are positions in a layout",
     "megatron/fsdp/dtensor/*": "words of torch's own interface",
     "megatron/fsdp/backends/gloo_messages.py": "messages of gloo, between CPUs",
     "megatron/fsdp/backends/messages.py": "messages of gloo, between CPUs",

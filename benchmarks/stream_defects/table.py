@@ -137,7 +137,7 @@ DEFECTS = [
     defect(
         "a forward reads weights that nobody has gathered",
         "level3",
-        {"engine.schedule:Schedule.borrow": [("unit.unshard()", "pass")], **UNGUARDED},
+        {"engine.schedule:Schedule.unshard_for": [("unit.unshard()", "pass")], **UNGUARDED},
         RELEASED,
     ),
     defect(
@@ -149,7 +149,7 @@ DEFECTS = [
                 ("if self._prefetched:", "if True:"),
                 ("self._prefetched.difference(wanted)", "set(self._units)"),
             ],
-            "engine.schedule:Prefetcher.reshard_idle": [
+            "engine.schedule:Prefetcher.reshard_if_unused": [
                 ("if not unit.users:", "if True:"),
             ],
         },

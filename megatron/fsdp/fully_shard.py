@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to the engine: :func:`fully_shard` with typed settings."""
+"""The public function :func:`fully_shard`, with typed settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def fully_shard(
     memory: Memory = Memory(),
     initialisation: MetaInitialisation | None = None,
 ) -> Any:
-    """Shard a model, and its optimizer, over data ranks; the published door is ``megatron_fsdp``.
+    """Shard a model, and its optimizer, over data ranks, by typed settings.
+
+    ``megatron_fsdp`` has the published functions, with keywords.
 
     docs/how_it_works.md shows how. ``model.parameters()`` yields the *main weights*, which the
     optimizer updates: DTensors of the full logical shape over this rank's shard. Their gradients
@@ -91,7 +93,7 @@ def fully_shard(
     )
     if optimizer is None:
         return ShardedModule(model, settings)
-    problems = Problems(settings.own_mesh.all_groups())
+    problems = Problems(settings.checked_mesh.all_groups())
     return shard_both(model, optimizer, settings, problems, ShardedModule)
 
 
@@ -115,13 +117,13 @@ def shard_both(
         The wrapper and ``optimizer``, whose parameters are then those of the wrapper.
     """
     optimizers = list_of_optimizers(problems, optimizer)
-    for number, each in enumerate(optimizers):
+    for number, entry in enumerate(optimizers):
         which = "the optimizer"
         if len(optimizers) > 1:
             which = f"optimizer {number}"
-        check_optimizer(problems, each, which, model, settings)
+        check_optimizer(problems, entry, which, model, settings)
     sharded = wrapper(model, with_fitting_boundaries(settings, optimizers), problems)
-    for each in optimizers:
-        swap_parameters(each, sharded)
-        shard_optimizer(each, sharded.checkpoint_ready)
+    for entry in optimizers:
+        swap_parameters(entry, sharded)
+        shard_optimizer(entry, sharded.checkpoint_ready)
     return sharded, optimizer

@@ -27,17 +27,12 @@ from megatron.fsdp.module.model_state import (
     show_main_weights,
 )
 from megatron.fsdp.module.own_names import own_name
-from megatron.fsdp.module.sharded_module import ShardedModule
+from megatron.fsdp.module.sharded_module import REFUSED_COPY, ShardedModule
 from megatron.fsdp.module.shown_parameters import WatchedParameters
 from megatron.fsdp.module.wrapped_module import refuse_ddp
 
 MODEL = "_fsdp_model_in_place"
 """Attribute of modules that were sharded, and of compute parameters: the model that has them."""
-
-REFUSED_COPY = (
-    "a sharded module cannot be copied or pickled: its hooks and communicators belong to this"
-    " process. Copy or save module.state_dict(), which works"
-)
 
 # [Note: sharding in place] Each call makes a model of the module: its parameters are sharded at
 # once, so an optimizer may be created over them, and they train also if no call for a module around
@@ -59,7 +54,7 @@ class Context:
             self.device = torch.device(device)
         self._has_one_stream = has_one_stream
         self._streams: Streams | None = None
-        self.roots: list[InPlaceModel] = []  # in the order of their calls
+        self.roots: list[InPlaceModel] = []  # roots in the order of their calls
         self.is_open = False  # modules are being sharded
         self.has_run = False
 
@@ -121,7 +116,7 @@ class InPlaceModel(ShardedModule):
         before: set[Any] = _tied_outside(module)
         for model in self._inside:
             before.update(model._sharded_params)
-            before.update(each.parameter for each in model.sharded_params)
+            before.update(sharded_param.parameter for sharded_param in model.sharded_params)
         self._sharded_before = before
         super().__init__(module, settings, problems)
         vars(module)[MODEL] = self
@@ -173,7 +168,7 @@ class InPlaceModel(ShardedModule):
         """End the hooks and the names of this model; its module is at ``path`` of a larger one."""
         self._hooks.remove_from_parameters()
         # Those that cast inputs and outputs stay: they are of the settings of this module.
-        remove_hooks(self.module, self.module, self._hooks.handles - self._casts)
+        remove_hooks(self.module, self.module, self._hooks.hook_ids - self._casts)
         for inner in self.module.modules():
             if isinstance(inner._parameters, WatchedParameters):
                 inner._parameters = dict(inner._parameters)
@@ -237,7 +232,7 @@ def _tied_outside(module: object) -> set[nn.Parameter]:
 
 
 class FSDPModule(nn.Module):
-    """The methods that :func:`fully_shard` adds to the class of a module."""
+    """The methods that ``megatron_fsdp.experimental.fully_shard`` adds to the class of a module."""
 
     _ddp_params_and_buffers_to_ignore = property(refuse_ddp)
 

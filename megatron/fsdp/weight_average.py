@@ -71,7 +71,7 @@ class WeightAverage:
             kept = group.main_shard.clone()
             group.main_shard.copy_(average)
             average.copy_(kept)
-            group.install_main_weights()
+            group.mark_main_weights_changed()
 
     def _named(self) -> dict[str, ShardedParam]:
         named = {}
@@ -93,12 +93,12 @@ class WeightAverage:
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the averages from DTensors of the same layout, or full tensors."""
-        own = self.state_dict()
+        averages = self.state_dict()
         state_dict = {own_name(name): value for name, value in state_dict.items()}
-        different = sorted(own.keys() ^ set(state_dict))
+        different = sorted(averages.keys() ^ set(state_dict))
         if different:
             raise RuntimeError(f"the state dict is of another model: {', '.join(different[:5])}")
         for name, sharded_param in self._named().items():
-            local = own[name]._local_tensor
+            local = averages[name]._local_tensor
             local.view(-1).copy_(sharded_param.local_shard(state_dict[name]).reshape(-1))
         self.num_updates = int(state_dict["num_updates"])

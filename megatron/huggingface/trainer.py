@@ -188,7 +188,7 @@ class ShardedTrainer(Trainer):
 class ShardedSeq2SeqTrainer(ShardedTrainer, Seq2SeqTrainer):
     """transformers' Seq2SeqTrainer over sharded models.
 
-    Evaluation with ``predict_with_generate`` goes on until all ranks have ended their sequences.
+    Evaluation with ``predict_with_generate`` continues until all ranks have ended their sequences.
     """
 
     def prediction_step(

@@ -70,12 +70,12 @@ class StagePrediction:
     @property
     def copied_bytes(self) -> int:
         """Bytes copied between the device and the host."""
-        return sum(each.num_bytes for each in self.copies)
+        return sum(copy.num_bytes for copy in self.copies)
 
     @property
     def copy_seconds(self) -> float:
-        """Seconds of copies, in which compute goes on where it needs no result."""
-        return sum(each.seconds for each in self.copies)
+        """Seconds of copies, in which compute continues where it needs no result."""
+        return sum(copy.seconds for copy in self.copies)
 
     @property
     def exposed_seconds(self) -> float:
@@ -83,7 +83,7 @@ class StagePrediction:
         computed = self.step.compute_seconds - self.update.seconds
         computed *= self.num_microbatches / self.num_simulated
         exposed = self.seconds - computed - self.update.seconds
-        # Microbatches that were left out have fewer collectives beside them than those simulated.
+        # Microbatches that were left out overlap with fewer collectives than those simulated.
         return max(0.0, exposed)
 
 
@@ -100,7 +100,7 @@ def simulate_stage(
         args: the completed arguments, with ``padded_vocab_size``.
         machine: on which the model is trained.
         stage: the pipeline stage.
-        max_microbatches: simulate so many beside those that a pipeline begins first; None: all.
+        max_microbatches: simulate so many besides those that a pipeline begins first; None: all.
         costs: of the modules; None: those of ``pretrain_gpt.py`` with these arguments.
     """
     costs = costs or GptCosts(args, machine)
@@ -161,7 +161,7 @@ def _all_copies(step: StepResult, num_left_out: int) -> list[Copy]:
     if not num_left_out:
         return step.copies
     begin, end, *_ = step.backward_ends
-    second = [each for each in step.copies if begin < each.launched <= end]
+    second = [copy for copy in step.copies if begin < copy.launched <= end]
     return step.copies + num_left_out * second
 
 
@@ -194,7 +194,7 @@ def sharded_skeleton(
         parts[group] = gathered_part(group, coded, of_code)
     attach(simulator, engine, parts)
     follow_copies(simulator, engine, machine)
-    units = [each.module for each in engine._units if each.module is not None]
+    units = [unit.module for unit in engine._units if unit.module is not None]
     make_skeleton(
         root=engine.module,
         units=units,
@@ -227,7 +227,7 @@ def one_after_another(num_microbatches: int, num_ahead: int) -> Iterator[bool]:
 
     Args:
         num_microbatches: of a step.
-        num_ahead: forwards that come before the first backward, beside its own.
+        num_ahead: forwards that come before the first backward, besides its own.
     """
     for number in range(num_microbatches):
         yield True

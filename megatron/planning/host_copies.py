@@ -83,7 +83,7 @@ class SimulatedCopies:
         self._last_added = self._copy(TO_HOST, total), addend
 
     def _comes_from_device(self, total: torch.Tensor) -> bool:
-        return any(total is each.tensor() for each in self._sums)
+        return any(total is running_sum.tensor() for running_sum in self._sums)
 
     def wait(self) -> None:
         """Let compute wait for all copies, as the host does."""

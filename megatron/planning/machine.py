@@ -309,7 +309,7 @@ github.com/stas00/ml-engineering: maximum sustainable FLOPS of H200 (755 TFLOP/s
 H100) and B200 (1,429). These are 0.95 and 0.82 of the maximum achievable FLOPS in its table. FP8
 and GB200 are those of that table (FP8 on H100 0.709, on B200 0.763; GB200 0.729 and 0.723) times
 these. A100 is that of the table (271 of 312). Grace's cores have about 3/4 of the others' speed in
-one thread (3.1 to 3.4 GHz beside 3.8). Latencies and ``link_efficiency`` are estimates."""
+one thread (3.1 to 3.4 GHz compared with 3.8). Latencies and ``link_efficiency`` are estimates."""
 
 
 GENERATIONS = ("ampere", "hopper", "blackwell")

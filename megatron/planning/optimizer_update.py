@@ -63,7 +63,7 @@ class PlannedUpdate:
         """The work of the owner with the most, in that of the mean."""
         if not self.owners:
             return 1.0
-        return max(each.imbalance for each in self.owners)
+        return max(owner.imbalance for owner in self.owners)
 
 
 def plan_update(
@@ -88,8 +88,8 @@ def plan_update(
     matrices: list[ShardedParam] = []
     if args.optimizer in MUON:
         matrices = matrices_of(model)
-    for each in matrices:  # the others' state is not theirs
-        shard = each.parameter.to_local()
+    for matrix in matrices:  # the others' state is not theirs
+        shard = matrix.parameter.to_local()
         num_updated -= shard.numel()
         state_bytes -= shard.numel() * _state_bytes(args, shard.dtype)
     seconds = costs.update_seconds(num_updated)
@@ -166,13 +166,13 @@ def _plan_owners(
     found: dict[Axes, list[ShardedParam]] = defaultdict(list)
     for matrix in matrices:
         found[model._mesh.axes(matrix.kind)].append(matrix)
-    for axes, own in found.items():
+    for axes, members in found.items():
         among = OwnerRanks(axes)
         numbers = dist.get_process_group_ranks(among.group)
-        partition = own[0].group.partition
+        partition = members[0].group.partition
         yield plan_owners(
-            shapes=[matrix.slice.shape for matrix in own],
-            ranks=[numbers[member] for member in among.members],
+            shapes=[matrix.slice.shape for matrix in members],
+            ranks=[numbers[rank] for rank in among.members],
             machine=machine,
             steps=args.muon_num_ns_steps,
             num_replicas=axes.num_data_ranks // partition.num_owned,

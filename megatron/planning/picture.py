@@ -48,10 +48,10 @@ def draw_plan(prediction: Prediction, memory_limit: float, path: Path) -> None:
     whole.sharex(memory)
     draw_streams(whole, intervals, "streams")
     begin, end = excerpt(intervals)
-    shown = [each for each in intervals if overlaps(each, begin, end)]
+    shown = [interval for interval in intervals if overlaps(interval, begin, end)]
     draw_streams(part, shown, "streams, an excerpt of the backward")
     part.set_xlim(begin, end)
-    names = {each.name for each in intervals}
+    names = {interval.name for interval in intervals}
     handles: list[Patch] = []
     for name, colour in COLOURS.items():
         if name in names:
@@ -111,7 +111,7 @@ def draw_streams(panel: Any, intervals: list[Interval], text: str) -> None:
         intervals: of work.
         text: the title.
     """
-    used = {each.stream for each in intervals}
+    used = {interval.stream for interval in intervals}
     streams: list[str] = []
     for stream in STREAMS:
         if stream in used or stream != HOST:
@@ -144,20 +144,20 @@ def spans_of(intervals: list[Interval], stream: str, name: str) -> list[tuple[fl
         name: of it.
     """
     spans: list[tuple[float, float]] = []
-    for each in intervals:
-        if each.stream != stream or each.name != name:
+    for interval in intervals:
+        if interval.stream != stream or interval.name != name:
             continue
-        if each.end > each.begin:
-            spans.append((each.begin, each.end - each.begin))
+        if interval.end > interval.begin:
+            spans.append((interval.begin, interval.end - interval.begin))
     return spans
 
 
 def excerpt(intervals: list[Interval]) -> tuple[float, float]:
     """Return the time of a few units in the middle of the last backward."""
     backward: list[Interval] = []
-    for each in intervals:
-        if each.name == "backward" and each.end > each.begin:
-            backward.append(each)
+    for interval in intervals:
+        if interval.name == "backward" and interval.end > interval.begin:
+            backward.append(interval)
     first = max(len(backward) - 2 * SHORT_UNITS, 0)
     shown = backward[first : first + SHORT_UNITS]
     return shown[0].begin, shown[-1].end

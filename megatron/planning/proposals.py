@@ -74,7 +74,7 @@ def described(found: Prediction) -> str:
 
 
 def costs_of_update(found: Prediction) -> Iterator[str]:
-    """Yield what the update of the optimizer needs beside the device's memory."""
+    """Yield what the update of the optimizer needs in addition to the device's memory."""
     machine = found.machine
     num_gpus = found.args.world_size
     if found.host_bytes:
@@ -119,7 +119,7 @@ def _fastest(plan: Plan, flags: Sequence[str], machine: Cluster) -> Prediction |
 
 
 def _say_nothing(line: str) -> None:
-    """Take a line about a search of which no one is told."""
+    """Drop a line about a search."""
 
 
 def _in_files(plan: Plan) -> Iterator[Proposal]:
@@ -157,8 +157,8 @@ def _quantized(plan: Plan) -> Iterator[Proposal]:
     for name, num_bytes in QUANTIZED.items():
         saved = 1 - num_bytes / 8
         least = inf
-        for each in every:
-            needed = each.num_bytes - saved * each.state_bytes
+        for estimate in every:
+            needed = estimate.num_bytes - saved * estimate.state_bytes
             least = min(least, needed)
         if least <= plan.memory_limit:
             yield Proposal(

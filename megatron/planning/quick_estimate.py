@@ -183,8 +183,8 @@ class QuickEstimates:
 
     def _parts_of(self, candidate: Candidate, stage: int) -> list[str]:
         """Return the parts of the model in a pipeline stage."""
-        each = len(self._has_experts) // candidate.pipeline
-        first, last = candidate.layers_of_ends or (each, each)
+        per_stage = len(self._has_experts) // candidate.pipeline
+        first, last = candidate.layers_of_ends or (per_stage, per_stage)
         is_last = stage == candidate.pipeline - 1
         layers = self._has_experts[:first]
         if is_last:
@@ -275,7 +275,7 @@ class QuickEstimates:
 
 
 def _overlapped(compute: float, message: float) -> float:
-    """Return the seconds of compute beside a collective that slows it."""
+    """Return the seconds of compute during a collective that slows it."""
     slower = compute + FITTED.contention * min(compute, message)
     return max(slower, message)
 

@@ -224,14 +224,14 @@ def search(
         raise ValueError(no_mesh(args, num_gpus, machine.gpus_per_node, choices))
     host_share = machine.host_share(num_gpus)
     fitting: list[QuickEstimate] = []
-    for each in every:
-        if each.num_bytes <= memory_limit and each.host_bytes <= host_share:
-            fitting.append(each)
+    for estimate in every:
+        if estimate.num_bytes <= memory_limit and estimate.host_bytes <= host_share:
+            fitting.append(estimate)
     say(f"{len(every):,} settings, of which {len(fitting):,} are estimated to fit")
     if not fitting:
-        least = min(each.num_bytes for each in every)
+        least = min(estimate.num_bytes for estimate in every)
         say(f"the smallest one is estimated to need {least / GIB:.3g} GiB of each GPU")
-    fitting.sort(key=lambda each: each.seconds)
+    fitting.sort(key=lambda estimate: estimate.seconds)
     return _simulated(
         words=words,
         estimates=fitting,
@@ -275,7 +275,7 @@ def _simulated(
         fits_host = prediction.host_bytes <= host_share
         if prediction.peak_bytes <= memory_limit and fits_host:
             fitting.append(prediction)
-    return sorted(fitting, key=lambda each: each.seconds)
+    return sorted(fitting, key=lambda prediction: prediction.seconds)
 
 
 def predict(

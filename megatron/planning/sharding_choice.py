@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP beside DDP with the distributed optimizer, by formulas, for several numbers of GPUs.
+"""FSDP compared with DDP and the distributed optimizer, by formulas, for several numbers of GPUs.
 
 For each number of GPUs the fastest layout of either that fits is found: of FSDP with units of
 layers at ZeRO level 3, and of Megatron-Core's DDP with the distributed optimizer, interleaved

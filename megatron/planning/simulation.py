@@ -96,9 +96,9 @@ class StepResult:
     def compute_seconds(self) -> float:
         """Seconds in which compute was busy."""
         seconds = 0.0
-        for each in self.intervals:
-            if each.stream == COMPUTE:
-                seconds += each.end - each.begin
+        for interval in self.intervals:
+            if interval.stream == COMPUTE:
+                seconds += interval.end - interval.begin
         return seconds
 
     @property
@@ -174,13 +174,20 @@ class Simulator(Recorder):
             self.compute += self._collective_seconds(entry)
         return entry
 
-    def launch(self, stream_name: str, *collectives: Collective) -> Pending:
+    def launch(
+        self,
+        stream_name: str,
+        *collectives: Collective,
+        after: Pending | None = None,
+    ) -> Pending:
         """Run collectives one after another on a stream, as the engine's streams do."""
         self._streams[stream_name] = self._when_free(stream_name)
         self._current = stream_name
         try:
+            if after is not None:
+                after.wait()
             for collective in collectives:
-                collective(False)  # it may wait for copies
+                collective(False)
                 entry = self.entries[-1]
                 entry.begin = self._streams[stream_name]
                 entry.end = entry.begin + self._collective_seconds(entry)
@@ -210,7 +217,7 @@ class Simulator(Recorder):
     # ---- the model's calls
 
     def spend(self, seconds: float, name: str, unit: str) -> None:
-        """Let compute work for some seconds, and longer beside collectives.
+        """Let compute work for some seconds, and longer while collectives run.
 
         Args:
             seconds: that the work takes alone.
@@ -219,8 +226,8 @@ class Simulator(Recorder):
         """
         busy = 0.0
         for end in self._streams.values():
-            beside = min(end - self.compute, seconds)
-            busy = max(busy, beside)
+            shared = min(end - self.compute, seconds)
+            busy = max(busy, shared)
         begin = self.compute
         self.compute += seconds + self._contention * busy
         self._add(COMPUTE, name, unit, begin, self.compute)
@@ -274,7 +281,7 @@ class Simulator(Recorder):
         return self.compute - self._step_began
 
     def begin_simulated_step(self) -> None:
-        """Begin another step. Gathers for it may be under way; the streams go on."""
+        """Begin another step. Gathers for it may be under way; the streams continue."""
         self.entries.clear()
         self._step_began = self.compute
         self.step = StepResult(memory=[(0.0, self.num_bytes)])
@@ -324,7 +331,7 @@ def attach(
         simulator.change_memory(int((part - 1.0) * storage.nbytes()))
         group.communicator.streams = simulator  # type: ignore[assignment]  # it launches alike
         simulator.change_memory(shard_bytes(group))
-    # Nothing on meta is NaN; where gradients are checked, ranks still tell each other.
+    # Nothing on meta is NaN; where gradients are checked, ranks still exchange that.
     model._gradients._find_nonfinite = list  # type: ignore[method-assign]
 
 

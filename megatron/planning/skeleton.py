@@ -95,7 +95,7 @@ class _Use(torch.autograd.Function):
             if is_needed:
                 gradient = torch.empty_like(parameter)
             gradients.append(gradient)
-        made = [each for each in gradients if each is not None]
+        made = [gradient for gradient in gradients if gradient is not None]
         ctx.operation.backward(made)
         del made
         ctx.parameters = ()

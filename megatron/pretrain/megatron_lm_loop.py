@@ -112,7 +112,7 @@ def main(words: Sequence[str], build: BuildDatasets) -> int:
 
 
 def obstacle(words: Sequence[str]) -> str | None:
-    """Return why the loop cannot run a command line: there is none, or a flag is not built here."""
+    """Return why the loop cannot run a command line: it is missing, or a flag is not built."""
     core = tested.check()
     if not tested.has_loop():
         return (

@@ -162,7 +162,9 @@ def fully_shard(
 
 
 def _is_on_meta(module: object) -> bool:
-    return isinstance(module, nn.Module) and any(one.is_meta for one in module.parameters())
+    return isinstance(module, nn.Module) and any(
+        parameter.is_meta for parameter in module.parameters()
+    )
 
 
 @contextmanager
@@ -230,8 +232,9 @@ def load_checkpoint(
     """
     state = _state(model, optimizer)
     if not sync_model_weights:
-        for own in dict.fromkeys(model_of(one) for one in model.modules() if MODEL in vars(one)):
-            for group in own.groups:
+        sharded = [module for module in model.modules() if MODEL in vars(module)]
+        for in_place in dict.fromkeys(map(model_of, sharded)):
+            for group in in_place.groups:
                 group.keep_compute_weights()
     load(state, checkpoint_id=checkpoint_dir)
     if sync_model_weights:

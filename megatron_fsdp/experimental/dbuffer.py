@@ -232,7 +232,9 @@ class DBuffer:
     # ---- parts
 
     def _sharded_axes(self) -> list[int]:
-        return [axis for axis, one in enumerate(self.placements) if isinstance(one, Shard)]
+        return [
+            axis for axis, placement in enumerate(self.placements) if isinstance(placement, Shard)
+        ]
 
     def _rows_of(self, index: int) -> tuple[int, int]:
         """Return the range of rows of a tensor that this rank has; a scalar is one row."""

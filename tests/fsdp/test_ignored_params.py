@@ -58,7 +58,7 @@ def by_settings(
     )
 
 
-DOORS = {"keywords": by_keywords, "settings": by_settings}
+PUBLIC_FUNCTIONS = {"keywords": by_keywords, "settings": by_settings}
 
 
 def average_ignored(model: nn.Module) -> None:
@@ -75,10 +75,12 @@ def compare(model: nn.Module, reference: nn.Module, what: str) -> None:
         close(value, expected[name.removeprefix("module.")].detach(), f"{what}: {name}")
 
 
-def train(door: str, level: int, optimizer_name: str) -> None:
+def train(function: str, level: int, optimizer_name: str) -> None:
     reference, module = models.build_stack(), models.build_stack()
     expected = OPTIMIZERS[optimizer_name](reference.parameters())
-    model, optimizer = DOORS[door](module, OPTIMIZERS[optimizer_name](module.parameters()), level)
+    model, optimizer = PUBLIC_FUNCTIONS[function](
+        module, OPTIMIZERS[optimizer_name](module.parameters()), level
+    )
     own = ignored_of(module)
     for step in range(3):
         mean_loss(reference, step).backward()
@@ -103,13 +105,17 @@ def train(door: str, level: int, optimizer_name: str) -> None:
 
 @pytest.mark.always("level=3-*", "level=0-*")
 @pytest.mark.parametrize(
-    ("level", "door", "optimizer"),
-    pairwise(level=range(4), door=DOORS, optimizer=["adamw_foreach", "adamw_fused", "asgd"]),
+    ("level", "function", "optimizer"),
+    pairwise(
+        level=range(4),
+        function=PUBLIC_FUNCTIONS,
+        optimizer=["adamw_foreach", "adamw_fused", "asgd"],
+    ),
 )
 def test_training_with_ignored_parameters_matches_the_unsharded_model(
-    ranks: Ranks, level: int, door: str, optimizer: str
+    ranks: Ranks, level: int, function: str, optimizer: str
 ) -> None:
-    ranks(2, train, door, level, optimizer)
+    ranks(2, train, function, level, optimizer)
 
 
 @on_ranks(2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings check themselves, and the door that takes them is that of the published keywords."""
+"""Settings check themselves, and their function does what the published keywords do."""
 
 import dataclasses
 from functools import partial

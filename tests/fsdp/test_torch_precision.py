@@ -130,7 +130,7 @@ def test_inputs_are_not_cast_where_the_policy_says_so(ranks: Ranks) -> None:
 
 @on_ranks(2)
 def test_frozen_weights_keep_their_dtype_in_checkpoints() -> None:
-    """Use the door of typed settings, with frozen weights and weights on meta."""
+    """Use the function of typed settings, with frozen weights and weights on meta."""
     module = WatchedStack()
     module.stack.embed.requires_grad_(False)
     before = module.stack.embed.weight.detach().clone()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.fsdp.dtensor.tensor_part import full_tensor
-from megatron.fsdp.module import unit_access
+from megatron.fsdp.module import weight_writes
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp import models, side_by_side
 from tests.support.fsdp.meshes import Meshes
@@ -258,7 +258,7 @@ def test_what_forwards_write_stays_in_main_weights_of_any_dtype(num_ranks: int, 
 def test_forwards_that_write_nothing_cost_no_comparison(num_ranks: int) -> None:
     """Train models whose forwards write nothing."""
     meshes = Meshes()
-    with patch.object(unit_access, "take_written") as take_written:
+    with patch.object(weight_writes, "take_written") as take_written:
         for level, dtype in itertools.product(LEVELS, (torch.float32, torch.bfloat16)):
             model, optimizer = shard(dtype, level, meshes, "outer2")
             for _ in range(2):
@@ -269,7 +269,7 @@ def test_forwards_that_write_nothing_cost_no_comparison(num_ranks: int) -> None:
 @on_ranks(2)
 def test_weights_that_are_freed_early_are_not_taken_for_written() -> None:
     """Train a weight of two units, whose gradients free it before the first unit's backward."""
-    with patch.object(unit_access, "take_written") as take_written:
+    with patch.object(weight_writes, "take_written") as take_written:
         model, optimizer = side_by_side.shard(models.build("tied_across_units"), 3)
         for step in range(2):
             plain_backward(model, step, 0)

@@ -70,7 +70,7 @@ def _open(path: Path, verify_integrity: bool, expected: str = "") -> Opened:
     """Open a checkpoint to convert; the ranks share the comparison with its manifest.
 
     Raises:
-        ValueError: if there is none, or one in another format than ``expected``, or if files of
+        ValueError: if it is missing, or one in another format than ``expected``, or if files of
             this rank's share are damaged.
     """
     opened = open_checkpoint(path, verify_integrity)

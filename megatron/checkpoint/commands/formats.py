@@ -86,7 +86,7 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Opened:
         verify: whether to compare digests and checksums of what is read of a DCP directory.
 
     Raises:
-        ValueError: if there is none, or a damaged one.
+        ValueError: if it is missing or damaged.
     """
     path = Path(path)
     stores.fetch(path)

@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
         return Chunk(tuple(offsets), tuple(sizes))
 
     def overlap(self, other: Chunk) -> Chunk | None:
-        """Return the elements that both have; None if there are none."""
+        """Return the elements that both have; None without any."""
         offsets = []
         sizes = []
         for dim in range(len(self.sizes)):

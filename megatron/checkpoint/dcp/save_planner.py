@@ -107,7 +107,7 @@ class EvenPlanner(DefaultSavePlanner):
             for key, path in (plan.planner_data.paths or {}).items():
                 paths.setdefault(key, path)
         metadata = dataclasses.replace(metadata, planner_data=paths or None)
-        # A list of errors; torch 2.10 logs them, and returns whether there are none.
+        # A list of errors; torch 2.10 logs them, and returns True without any.
         problems: Any = _validate_global_plan(plans, metadata)
         if problems not in ([], True):
             found = "; ".join(problems or ["torch has logged what is wrong"])

@@ -291,7 +291,7 @@ class _OtherEntries:
         self.unread = set(keys)
 
     def read(self, key: str) -> Any:
-        """Read the entry under ``key``, or return None if there is none."""
+        """Read the entry under ``key``, or return None if it is missing."""
         if key not in self.unread:
             return None
         self.unread.remove(key)

@@ -53,7 +53,7 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def find(root: str | Path, iteration: int | str) -> Path | None:
-    """Find the directory of a complete iteration; None if there is none.
+    """Find the directory of a complete iteration; None if it is missing.
 
     A save that replaces an iteration and is killed between its two renames leaves the old one under
     another name, which is then found.

@@ -263,7 +263,7 @@ def _read_by_rank(
 
 
 def _chain_of_experts(chains: Mapping[int, Any], buffers: BuffersByRank) -> int | None:
-    """Return the number of the optimizer that has the experts; None if there is none."""
+    """Return the number of the optimizer that has the experts; None without experts."""
     has_groups = False
     for chain, state in chains.items():
         groups = param_groups_of([state])

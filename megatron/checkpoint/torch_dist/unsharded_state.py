@@ -42,7 +42,7 @@ def read_common(stored: StoredCheckpoint) -> Fields:
     """Read the common state, from its file or from its object.
 
     Raises:
-        DamagedCheckpointError: if there is none, or it cannot be read.
+        DamagedCheckpointError: if it is missing, or cannot be read.
         RefusedPickleError: if it names a class that checkpoints do not hold.
     """
     path = stored.directory / COMMON_FILE

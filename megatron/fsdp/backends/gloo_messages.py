@@ -21,7 +21,10 @@ _REDUCE_TAG = FIRST_TAG + 1
 
 
 class GlooMessages(Transport):
-    """All-gathers and reduce-scatters over gloo as messages, which are faster from 2 MiB on."""
+    """All-gathers and reduce-scatters over gloo as messages, at every size.
+
+    See docs/decisions/messages_on_gloo.md.
+    """
 
     def __init__(self) -> None:
         self._sends_by_gloo: dict[dist.ProcessGroup, bool] = {}
@@ -59,9 +62,9 @@ class GlooMessages(Transport):
                 for shard in shards:
                     messages.send(shard, other)
             for full, shard in zip(fulls, shards, strict=True):
-                own = _slice(full, rank, num_ranks)
-                if own.data_ptr() != shard.data_ptr():
-                    own.copy_(shard)
+                own_slice = _slice(full, rank, num_ranks)
+                if own_slice.data_ptr() != shard.data_ptr():
+                    own_slice.copy_(shard)
             return Pending(messages.wait)
 
         return _collective(start)

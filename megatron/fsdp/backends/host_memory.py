@@ -59,7 +59,7 @@ class HostMemory(ShardMemory):
         """Return a new flat tensor of zeros on the host."""
         if self._is_pinned and numel:
             return pinned(numel, dtype, self.device)
-        host = "meta" if self.device.type == "meta" else "cpu"  # of a simulated run
+        host = "meta" if self.device.type == "meta" else "cpu"  # meta in a simulated run
         return torch.zeros(numel, dtype=dtype, device=host)
 
     def use(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], None]) -> Pending:
@@ -185,7 +185,7 @@ def _advise(tensor: torch.Tensor, advice: int) -> None:
         _madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), advice)
 
 
-class Memories:
+class ShardMemoryChoice:
     """The choice of memory for the shards of each group.
 
     Args:

@@ -64,7 +64,8 @@ class MemorySlots(Storage):
         self._assigned: list[FlatBuffer] = []  # buffers that got a slot in the last assignment
         self._slot_of: dict[FlatBuffer, MemorySlot] = {}
         self._allocated: set[FlatBuffer] = set()
-        self._overlaps: dict[FlatBuffer, set[FlatBuffer]] = {}  # in the order of their first use
+        # Buffers in the order of their first use, each with those in use at the same time.
+        self._overlaps: dict[FlatBuffer, set[FlatBuffer]] = {}
 
     @property
     def sizes(self) -> list[int]:
@@ -186,7 +187,7 @@ class MemorySlots(Storage):
                 observe.storage("release", slot.memory)
 
     def _slot_for(self, buffer: FlatBuffer) -> MemorySlot:
-        """Return the first slot that ``buffer`` fits in; add one if there is none."""
+        """Return the first slot that ``buffer`` fits in; add one if all are taken."""
         taken = {self._slot_of.get(other) for other in self._overlaps[buffer]}
         for slot in self._slots:
             if buffer.num_bytes <= slot.num_bytes and slot not in taken:

@@ -47,7 +47,7 @@ class NcclMemory:
         self._backends: list[Any] = [group._get_backend(device) for group in self.groups]
         self._device = device
         self._is_symmetric = is_symmetric
-        self._pools: list[torch.cuda.MemPool] = []  # that are not registered yet
+        self._pools: list[torch.cuda.MemPool] = []  # pools that are not registered yet
         self._registered: list[tuple[Any, torch.cuda.MemPool]] = []
         weakref.finalize(self, _deregister, self._registered)
         _registering.add(self)

@@ -103,7 +103,7 @@ class TransformersInitialiser(Initialiser):
 
     def __init__(self, models: Iterable[nn.Module], others: Initialiser):
         self._others = others
-        self._method_for: dict[nn.Module, InitialiseModule] = {}  # of the innermost model
+        self._method_for: dict[nn.Module, InitialiseModule] = {}  # methods of the innermost model
         self.kept_together = set()
         for model in models:
             method: InitialiseModule = model._init_weights  # type: ignore[assignment]  # a method
@@ -130,9 +130,9 @@ def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> I
     """Yield a problem naming the modules with meta tensors that ``initialiser`` does not know."""
     unknown = []
     for name, inner in module.named_modules():
-        own = ", ".join(_own_meta_tensors(inner))
-        if own and not initialiser.knows(inner):
-            unknown.append(f"{name or 'the model'} ({type(inner).__name__}: {own})")
+        names_on_meta = ", ".join(_own_meta_tensors(inner))
+        if names_on_meta and not initialiser.knows(inner):
+            unknown.append(f"{name or 'the model'} ({type(inner).__name__}: {names_on_meta})")
     if unknown:
         yield (
             "Settings.initialisation needs a method reset_parameters() in every module that owns"

@@ -267,7 +267,7 @@ class Settings:
         return Offload.parse(self.memory.offload)
 
     @property
-    def own_mesh(self) -> Mesh:
+    def checked_mesh(self) -> Mesh:
         """The mesh, when all settings have been checked."""
         assert self.mesh is not None
         return self.mesh
@@ -275,7 +275,7 @@ class Settings:
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        of_mesh = self.own_mesh.device
+        of_mesh = self.checked_mesh.device
         device = self.memory.device
         is_fixed = self.initialisation is not None or of_mesh.type == "meta"
         if is_fixed or device in (None, torch.device(of_mesh.type)):  # "cuda" is this rank's GPU

@@ -86,7 +86,8 @@ def warn_of_no_optimizer() -> None:
     warn(
         "a backward has ended on a sharded model whose parameters no sharded optimizer steps. To"
         " train it, create the optimizer over model.parameters() and pass it to"
-        " fully_shard_optimizer, or shard both by fully_shard(model, optimizer). This is said once"
+        " fully_shard_optimizer, or shard both by fully_shard(model, optimizer). This warning"
+        " appears once"
     )
 
 

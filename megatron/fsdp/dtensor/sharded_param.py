@@ -41,8 +41,8 @@ class ParameterMesh:
     kind: ParameterKind
     axes: Axes
     mesh: DeviceMesh  # tensor axis if there is one, inner axis, and outer axis if it shards them
-    norm_group_of_slices: NormGroup  # of parameters that tensor parallelism divides
-    norm_group_of_copies: NormGroup  # of those of which every tensor-parallel rank has a copy
+    norm_group_of_slices: NormGroup  # for parameters that tensor parallelism divides
+    norm_group_of_copies: NormGroup  # for parameters that all tensor-parallel ranks have
 
 
 # [Note: sharded parameters] The local tensor of a parameter, or of its gradient, is a flat range of

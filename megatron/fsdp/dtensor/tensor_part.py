@@ -47,8 +47,8 @@ AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 class TensorPart:
     """The part of a whole tensor that a local tensor contains."""
 
-    shape: Shape  # of the whole tensor
-    chunks: tuple[Chunk, ...]  # of the whole tensor, in the order of the local elements
+    shape: Shape  # shape of the whole tensor
+    chunks: tuple[Chunk, ...]  # parts of the whole tensor, in the order of the local elements
     is_flat: bool = False  # some rank has a flat range, maybe of several chunks, and not a block
     key: Hashable = None  # equal for tensors that all ranks divide alike; None: nobody knows
     replicas: tuple[dist.ProcessGroup, ...] = ()  # ranks outside of the mesh with the same part
@@ -87,7 +87,7 @@ class TensorPart:
 class TensorSlice(NamedTuple):
     """The slice of a whole tensor that tensor parallelism assigns to this rank."""
 
-    shape: Shape  # of the whole tensor
+    shape: Shape  # shape of the whole tensor
     dim: int | None = None  # the divided dim; None if every tensor-parallel rank has a copy
     start: int = 0  # the beginning of this rank's range along `dim`
 

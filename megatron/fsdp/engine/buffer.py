@@ -79,7 +79,7 @@ class FlatBuffer:
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
         self.num_bytes = self.flat.numel() * self.flat.element_size()
         observe.storage("allocate", self.flat)
-        self.views: list[torch.Tensor] = []  # of whole parameters, in their logical shapes
+        self.views: list[torch.Tensor] = []  # whole parameters, in their logical shapes
         for position in layout.positions:
             flat = self.flat[position.start : position.stop]
             self.views.append(flat.view(position.shape))
@@ -88,7 +88,7 @@ class FlatBuffer:
         self.is_allocated = True
         # A collective has failed; other ranks may still write to this memory, or read it.
         self.is_in_failed_collective = False
-        self.num_moves = 0  # to other addresses: graphs of autograd refer to the old one
+        self.num_moves = 0  # moves to other addresses: graphs of autograd refer to the old one
         self.storage = storage
         self._on_move = on_move
         storage.adopt(self)
@@ -200,7 +200,7 @@ class RunningSum:
         dtype: dtype in which addends are summed.
         memory: memory of the sum; addends are on its device.
         holds_address: keep the tensor for all sums, because captured graphs know its address.
-        places: the views of the parameters' gradients. None: there are none.
+        view_specs: the views of the parameters' gradients. None: no views.
     """
 
     def __init__(
@@ -209,10 +209,10 @@ class RunningSum:
         dtype: torch.dtype,
         memory: ShardMemory,
         holds_address: bool,
-        places: Places | None = None,
+        view_specs: ViewSpecs | None = None,
     ):
         self.dtype = dtype
-        self.places = places or Places([])
+        self.view_specs = view_specs or ViewSpecs([])
         self.is_empty = True
         self._numel = numel
         self.memory = memory
@@ -244,7 +244,7 @@ class RunningSum:
     def views(self) -> list[torch.Tensor]:
         """Return the parameters' parts of :meth:`tensor`."""
         if self._views is None:
-            self._views = self.places.within(self.tensor())
+            self._views = self.view_specs.views_of(self.tensor())
         return self._views
 
     def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
@@ -270,7 +270,7 @@ class RunningSum:
             self._total = self._views = None
 
 
-class Places:
+class ViewSpecs:
     """Shapes, strides and offsets of some views of a flat tensor, to make equal views of others.
 
     Args:
@@ -278,18 +278,20 @@ class Places:
     """
 
     def __init__(self, views: Sequence[torch.Tensor]):
-        self._places = [(view.shape, view.stride(), view.storage_offset()) for view in views]
+        self._specs = [(view.shape, view.stride(), view.storage_offset()) for view in views]
 
-    def within(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the same views of ``flat``."""
-        return list(starmap(flat.as_strided, self._places))  # in C: every step does this
+        return list(starmap(flat.as_strided, self._specs))  # in C: every step does this
 
 
 def padding_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the slices of a flat tensor that belong to no parameter."""
-    used = sorted((place.start, place.stop) for place in layout.positions if place.numel)
+    used = sorted(
+        (position.start, position.stop) for position in layout.positions if position.numel
+    )
     padding = []
-    end = 0  # of the parameters so far
+    end = 0  # end of the parameters so far
     for start, stop in [*used, (layout.numel, layout.numel)]:
         if end < start:
             padding.append(flat[end:start])

@@ -140,7 +140,7 @@ class Communicator:
             groups.append(self.outer)
         self.is_hybrid = self.outer_size > 1
         self.has_collectives = self.inner_size * self.outer_size > 1
-        self.gather_groups = (self.all_gather_group, self.outer)  # of weights
+        self.gather_groups = (self.all_gather_group, self.outer)  # groups that gather weights
         self.streams.serve(groups)
 
     def partition(self, shards_inner: bool, shards_outer: bool) -> Partition:
@@ -161,7 +161,7 @@ class Communicator:
         """Start all-gathers together, in one collective over each axis with something to gather."""
         fulls: list[torch.Tensor] = []
         shards: list[torch.Tensor] = []
-        outer_shards: list[torch.Tensor] = []  # those that the outer axis fills first
+        outer_shards: list[torch.Tensor] = []  # shards that the outer axis fills first
         owned_shards: list[torch.Tensor] = []
         for gather in gathers:
             fulls.append(gather.full)
@@ -180,8 +180,7 @@ class Communicator:
             gather_inner = self.transport.all_gather(fulls, shards, group)
             collectives.append(observed(GATHER, "all_gather", fulls, group, gather_inner))
         copies = all_of([gather.filled for gather in gathers])
-        collectives[0] = _after(copies, collectives[0])
-        return self.streams.launch("gather", *collectives)
+        return self.streams.launch("gather", *collectives, after=copies)
 
     def broadcast(
         self,
@@ -203,8 +202,8 @@ class Communicator:
 
     # ---- gradients
     #
-    # [Note: the divisor] A reduced gradient is the sum over the ranks, divided by ``divisor``. It
-    # is divided in this file and nowhere else:
+    # [Note: the divisor] A reduced gradient is the sum over the ranks, divided by ``divisor``.
+    # The divisor is chosen here; only an averaging collective divides elsewhere:
     #     before the collective    in float16, where the sum could overflow
     #     inside the collective    if the process group is asked to average (NCCL, in float16 too)
     #     on the result            otherwise, because it is the smallest tensor
@@ -262,8 +261,8 @@ class Communicator:
         collective: Collective | None,
     ) -> Pending:
         """Launch the reduction over the inner axis, and divide: see [Note: the divisor]."""
-        # Without a collective, the operand is the sum already. The reduction over the outer axis
-        # does not divide: it adds up terms of the mean.
+        # Without a collective, the operand is the sum already. Only an averaging outer collective
+        # divides as well; otherwise it adds up terms of the mean.
         divisor: float = self.divisor
         if self._operation(operand) == dist.ReduceOp.AVG:
             # Example: 8 data ranks; experts have 2 inner and 2 outer ranks. The two collectives
@@ -283,16 +282,6 @@ class Communicator:
             result.div_(divisor)
 
         return Pending(wait_and_divide)
-
-
-def _after(pending: Pending, collective: Collective) -> Collective:
-    """Return a collective that first waits for ``pending``, on its own stream only."""
-
-    def start(asynchronous: bool) -> Work | None:
-        pending.wait()
-        return collective(asynchronous)
-
-    return start
 
 
 def local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:

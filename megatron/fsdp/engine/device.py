@@ -76,8 +76,15 @@ class CpuStreams:
     def serve(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Do nothing: there are no streams."""
 
-    def launch(self, stream_name: str, *collectives: Collective) -> Pending:
+    def launch(
+        self,
+        stream_name: str,
+        *collectives: Collective,
+        after: Pending | None = None,
+    ) -> Pending:
         """Run ``collectives`` one after another; see :meth:`CudaStreams.launch`."""
+        if after is not None:
+            after.wait()
         # Only the first is asynchronous. The others need its result, so they run in `wait`.
         work = collectives[0](True)
 
@@ -125,18 +132,26 @@ class CudaStreams:
                 # after this.
                 self._priority = -1
 
-    def launch(self, stream_name: str, *collectives: Collective) -> Pending:
+    def launch(
+        self,
+        stream_name: str,
+        *collectives: Collective,
+        after: Pending | None = None,
+    ) -> Pending:
         """Run ``collectives`` on a stream; each may use the results of those before it.
 
         Args:
             stream_name: "gather" or "reduce": neither stream waits for the other.
             collectives: run one after another, in this order.
+            after: an operation for which the stream waits first; compute does not.
         """
         if self._has_one_stream:
             stream_name = "all collectives"
         stream = self._streams[stream_name]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
+            if after is not None:
+                after.wait()
             for collective in collectives:
                 collective(False)
             done = stream.record_event()
@@ -200,7 +215,7 @@ Streams = CpuStreams | CudaStreams
 
 
 def streams_for(device: torch.device, has_one_stream: bool = False) -> Streams:
-    """Return the streams for collectives of tensors on ``device``; on CPU there are none."""
+    """Return the streams for collectives of tensors on ``device``; on CPU these do nothing."""
     if device.type == "cuda":
         return CudaStreams(device, has_one_stream)
     return CpuStreams()

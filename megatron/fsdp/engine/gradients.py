@@ -13,10 +13,10 @@ from torch import nn
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import (
     FlatBuffer,
-    Places,
     RunningSum,
     ShardMemory,
     Storage,
+    ViewSpecs,
     padding_of,
     shard_view,
 )
@@ -56,7 +56,7 @@ from megatron.fsdp.engine.tensor_parallel import local_grad
 #                                the buffer, and then added
 #     data axes of one rank      a reduction neither sends nor divides, so gradients that are
 #                                reduced at once are added to the reduced ones
-# Buffers at fixed addresses share no memory with gradient shards, which have none.
+# Buffers in memory slots never share memory with gradient shards.
 
 _OVER = object()  # the result of `next` for a reduction that has ended
 
@@ -129,11 +129,11 @@ class GroupGradients(StateOwner[GradientState]):
         self._may_share_sum = partition.num_owned == 1 and not is_elsewhere
         self.comm_dtype = precision.grad_comm
         # Indices of the parameters that got a gradient since reduced ones were dropped.
-        self.users: set[int] = set()
+        self.indices_with_grad: set[int] = set()
         # How often gradients written by layers were forgotten; copies of them are then worthless.
         self.num_forgotten = 0
 
-        self._gaps = Places(padding_of(torch.empty(layout.numel, device="meta"), layout))
+        self._padding = ViewSpecs(padding_of(torch.empty(layout.numel, device="meta"), layout))
         self.state = GradientState.EMPTY
         # The flat tensor; None also if this rank has no gradients that wait.
         self._local: FlatBuffer | FlatGradient | None = None
@@ -151,25 +151,27 @@ class GroupGradients(StateOwner[GradientState]):
         )
         shard = torch.empty(layout.shard_size, device="meta")
         indices = range(len(parameters))
-        places = Places([shard_view(shard, layout, index, partition.rank) for index in indices])
-        self._grad_sum = self._make_shard_sum(precision.main_grad, memory, places)
+        view_specs = ViewSpecs(
+            [shard_view(shard, layout, index, partition.rank) for index in indices]
+        )
+        self._grad_sum = self._make_shard_sum(precision.main_grad, memory, view_specs)
         # Empty, unless it has the values of the sum in the other dtype of the optimizer.
-        self._optimizer_grad = self._make_shard_sum(precision.main_param, memory, places)
+        self._optimizer_grad = self._make_shard_sum(precision.main_param, memory, view_specs)
         self._reduction: Iterator[None] | None = None  # the one under way
-        self.num_reductions = 0  # that have started, the same on all ranks
+        self.num_reductions = 0  # reductions that have started, the same number on all ranks
 
     def _make_shard_sum(
         self,
         dtype: torch.dtype,
         memory: ShardMemory,
-        places: Places,
+        view_specs: ViewSpecs,
     ) -> RunningSum:
         return RunningSum(
             numel=self._layout.shard_size,
             dtype=dtype,
             memory=memory,
             holds_address=self.holds_addresses,
-            places=places,
+            view_specs=view_specs,
         )
 
     def __str__(self) -> str:
@@ -201,7 +203,7 @@ class GroupGradients(StateOwner[GradientState]):
             self.wait_for_reduce()  # it reduces the tensor of the local gradients
         grads = attributes(self._parameters, "grad")
         arrived = indices_of_present(grads)
-        self.users.update(arrived)
+        self.indices_with_grad.update(arrived)
         # Where memory is assigned ahead, all ranks must allocate buffers at the same times. So a
         # rank that has not used the group (an expert without tokens) accumulates zeros.
         if arrived or self._written or self._storage.is_assigned_ahead:
@@ -240,7 +242,7 @@ class GroupGradients(StateOwner[GradientState]):
         else:
             total = gradient_sum.tensor()
             # The rank owns whole parameters, so these are their views too.
-            self._local = FlatGradient(total, gradient_sum.views(), self._gaps.within(total))
+            self._local = FlatGradient(total, gradient_sum.views(), self._padding.views_of(total))
             if not gradient_sum.is_empty:
                 return self._local, True
         # Only the padding is zeroed if the caller writes everything else.
@@ -251,7 +253,7 @@ class GroupGradients(StateOwner[GradientState]):
         return self._local, False
 
     def _local_flat(self, reduces_now: bool) -> torch.Tensor:
-        """Return the flat tensor of the local gradients; zeros if there are none."""
+        """Return the flat tensor of the local gradients; zeros without any."""
         local, _ = self._open(reduces_now)
         return local.flat
 
@@ -357,7 +359,7 @@ class GroupGradients(StateOwner[GradientState]):
             self._run(self._reduce(over_inner, over_outer))
 
     def advance_reduce(self) -> bool:
-        """Wait for the collective under way and start the next; return False if there is none."""
+        """Wait for the collective under way and start the next; return False after the last."""
         if self._reduction is not None:
             with observe.work(self._names.unit, "wait for reduce"):
                 self._run(self._reduction)
@@ -451,8 +453,8 @@ class GroupGradients(StateOwner[GradientState]):
 
     # ---- for the optimizer and the training loop
 
-    def final(self, in_main_dtype: bool = True) -> RunningSum:
-        """Return the gradient shard; zeros if there are none. Call it under ``torch.no_grad()``.
+    def final_sum(self, in_main_dtype: bool = True) -> RunningSum:
+        """Return the gradient shard; zeros without any. Call it under ``torch.no_grad()``.
 
         Args:
             in_main_dtype: in the dtype of the main weights, which torch's optimizers need.
@@ -501,7 +503,7 @@ class GroupGradients(StateOwner[GradientState]):
     def drop_reduced(self) -> None:
         """Drop the reduced gradients: the next reduction begins a new sum."""
         self.wait_for_reduce()
-        self.users.clear()
+        self.indices_with_grad.clear()
         with observe.work(self._names.unit, "free gradients"):
             self._grad_sum.drop()
             self._optimizer_grad.drop()

@@ -56,10 +56,10 @@ class UnitCallbacks(Protocol):
 class PassCallbacks(Protocol):
     """The client that gets the gradients of backward passes."""
 
-    def begin_backward(self) -> None:
+    def begin_backward_pass(self) -> None:
         """Prepare for the gradients of a pass that has reached the model."""
 
-    def end_backward(self) -> None:
+    def end_backward_pass(self) -> None:
         """Handle the gradients of a pass in which every unit is finished."""
 
 
@@ -82,12 +82,12 @@ class UnitHooks:
         self._gradients = gradients
         self.callbacks = callbacks
         self._root = schedule.units[0]
-        self.unit_of: dict[nn.Parameter, Unit] = {}  # of each compute parameter
+        self.unit_of: dict[nn.Parameter, Unit] = {}  # unit of each compute parameter
         self.calls: list[UnitCall] = []  # forwards and other methods under way, innermost last
-        self._outside = Unit("outside of forwards", None)  # of calls of other methods
-        self._awaiting: dict[UnitCall, None] = {}  # their backward awaits gradients of inputs
+        self._outside = Unit("outside of forwards", None)  # unit of calls of other methods
+        self._awaiting: dict[UnitCall, None] = {}  # calls whose backward awaits gradients of inputs
         # Ids of the hooks on modules, which a copy of the module must not have.
-        self.handles: set[int] = set()
+        self.hook_ids: set[int] = set()
         self._on_parameters: list[RemovableHandle] = []
         post_forward = torch.compiler.disable(self._post_forward)
         for unit in schedule.units:
@@ -99,7 +99,7 @@ class UnitHooks:
                     with_kwargs=True,
                 )
                 after = module.register_forward_hook(post_forward, always_call=True)
-                self.handles |= {before.id, after.id}
+                self.hook_ids |= {before.id, after.id}
             for group in unit.groups:
                 self.unit_of.update(dict.fromkeys(group.parameters, unit))
                 if group.requires_grad:
@@ -113,7 +113,7 @@ class UnitHooks:
             self._on_parameters.append(handle)
 
     def remove_from_parameters(self) -> None:
-        """Remove the hooks on parameters; those on modules are known by ``handles``."""
+        """Remove the hooks on parameters; those on modules are known by ``hook_ids``."""
         for handle in self._on_parameters:
             handle.remove()
 
@@ -226,7 +226,7 @@ class UnitHooks:
         """Unshard ``unit`` for the innermost call, until it ends, unless a call already uses it."""
         if not any(unit in call.used_units for call in self.calls):
             self.calls[-1].borrowed.append(unit)
-            self._schedule.borrow(unit, self.calls[-1])
+            self._schedule.unshard_for(unit, self.calls[-1])
 
     def end_use(self, call: UnitCall, units: Sequence[Unit]) -> None:
         """Note that ``call`` no longer needs ``units``."""
@@ -288,15 +288,15 @@ class UnitHooks:
 
     @outside_transforms
     def _begin_pass(self) -> None:
-        self._gradients.begin_backward()  # which may refuse the pass, before there is one
-        self._schedule.begin_backward()
+        self._gradients.begin_backward_pass()  # which may refuse the pass, before there is one
+        self._schedule.begin_backward_pass()
         self._awaiting.clear()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     @outside_transforms
     def _end_pass(self) -> None:
-        self._schedule.finish_backward()
-        self._gradients.end_backward()
+        self._schedule.end_backward_pass()
+        self._gradients.end_backward_pass()
 
     def _pre_backward(self, call: UnitCall, gradients: Any) -> None:
         self._enter_backward()
@@ -305,11 +305,11 @@ class UnitHooks:
         elif call.state is CallState.FORWARD:
             call.check_addresses()
             call.unit.begin_backward(call)
-            if call.awaited_inputs > 0:
+            if call.num_pending_inputs > 0:
                 self._awaiting[call] = None
             if call.unit.groups:
                 for observer in observe.observers:
-                    observer.begin_backward(call.unit.shown_name)
+                    observer.begin_unit_backward(call.unit.shown_name)
             self._schedule.begin_use(call)
 
     def _pre_backward_of_node(self, call: UnitCall, gradients: Any) -> None:
@@ -337,8 +337,8 @@ class UnitHooks:
         call.has_leaf_inputs = bool(leaves)
 
         def arrived(gradient: Any) -> None:
-            call.awaited_inputs -= 1
-            if call.awaited_inputs <= 0:  # less where the pass has not reached an output
+            call.num_pending_inputs -= 1
+            if call.num_pending_inputs <= 0:  # less where the pass has not reached an output
                 self._post_backward(call)
 
         # torch's hook on several tensors knows which of them get no gradient, but it rejects leaves
@@ -348,7 +348,7 @@ class UnitHooks:
             call.input_hooks.append(others[0].register_hook(arrived))
         elif others:
             call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
-        call.num_inputs = len(call.input_hooks)
+        call.num_input_hooks = len(call.input_hooks)
 
     def _post_backward(self, call: UnitCall) -> None:
         # The hooks refer to the graph and the graph to the hooks. Unless they are removed, the

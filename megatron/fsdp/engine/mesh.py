@@ -336,7 +336,7 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
-    """Return the mesh of these axes, also flattened ones; None if there is none in this order."""
+    """Return the mesh of these axes, also flattened ones; None without one in this order."""
     if mesh.mesh_dim_names == tuple(names):
         return mesh
     with warnings.catch_warnings():

@@ -37,14 +37,14 @@ class Observer:
     def end_work(self, begun: Any) -> None:
         """Note that work on a unit has ended."""
 
-    def begin_backward(self, unit: str) -> None:
+    def begin_unit_backward(self, unit: str) -> None:
         """Note that the backward of a unit begins; that of the unit before it is over."""
 
     def end_backward_pass(self) -> None:
         """Note that the backward pass is over."""
 
     def begin_step(self) -> None:
-        """Note that the optimizer has made a step."""
+        """Note a step of the optimizer, or a call of ``install_optimized_model_weights``."""
 
     def storage(self, action: str, tensor: torch.Tensor) -> None:
         """Note that the storage of a flat tensor is allocated ("allocate") or freed ("release")."""
@@ -78,9 +78,10 @@ class Observer:
 # Observers belong to the process and not to a model, because one recording covers all models and
 # the collectives between them. Without an observer, each notification costs an empty loop.
 observers: tuple[Observer, ...] = ()
-# One more, which is notified last, and of collectives only, in every run: it explains failures.
-memory: Observer | None = None
-last_unit = ""  # of the work that began last, to which collectives of weights and gradients belong
+# One more, which is notified last and of collectives only, in every run: it explains failures.
+failure_observer: Observer | None = None
+# The unit of the work that began last: collectives of weights and gradients are its own.
+unit_of_last_work = ""
 _forwards: dict[Hashable, AbstractContextManager[None]] = {}  # the observed ones under way
 
 
@@ -116,8 +117,8 @@ def current_phase() -> str:
 
 def work(unit: str, work: str) -> AbstractContextManager[None]:
     """Return a context for work on a unit; collectives and storage inside it are the unit's."""
-    global last_unit
-    last_unit = unit
+    global unit_of_last_work
+    unit_of_last_work = unit
     if observers or profiler._is_profiler_enabled:
         return _observed_work(unit, work)
     return NOTHING
@@ -172,11 +173,12 @@ class _ObservedCollective(AbstractContextManager[object]):
     ):
         self.work: Work | None = None
         self._notified: list[tuple[Observer, Any]] = []
-        for observer in observers:
+        notified = observers
+        if failure_observer is not None:
+            notified = (*observers, failure_observer)
+        for observer in notified:
             begun = observer.begin_collective(kind, name, operands, group)
             self._notified.append((observer, begun))
-        if memory is not None:
-            self._notified.append((memory, memory.begin_collective(kind, name, operands, group)))
 
     def __exit__(
         self,
@@ -214,7 +216,7 @@ def observed(
         group: its ranks; None: all ranks.
         collective: starts it; returned unchanged while there is no observer.
     """
-    if not observers and memory is None:
+    if not observers and failure_observer is None:
         return collective
 
     def start(asynchronous: bool) -> Work | None:
@@ -240,7 +242,7 @@ def observing(
         operand: its unsharded tensor; None: it exchanges objects.
         group: its ranks; None: all ranks.
     """
-    if not observers and memory is None:
+    if not observers and failure_observer is None:
         return NOTHING
     operands: Operands = ()
     if operand is not None:

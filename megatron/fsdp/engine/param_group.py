@@ -132,7 +132,7 @@ class ParamGroup:
         self.has_all_shards = self.layout.world_size == 1  # weights need no all-gather then
         self.reshards_after_use = strategy.shards_parameters and self.partition.num_inner > 1
         self.compute = self._make_buffer(weight_storage)
-        self.buffers = [self.compute]  # that a use may allocate
+        self.buffers = [self.compute]  # buffers that a use may allocate
         is_same = precision.main_param == self.compute.flat.dtype
         self.main_is_compute = is_same and not memory.is_offloaded
         is_cast = self.compute.layout is self.layout and not self.main_is_compute
@@ -299,7 +299,7 @@ class ParamGroup:
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
-        """Make compute wait for the all-gather that :func:`unshard` has started, if any."""
+        """Make compute wait for the all-gather that :func:`unshard_groups` has started, if any."""
         if self._all_gather is not None:
             with observe.work(self.unit_name, "wait for unshard"):
                 self._all_gather.wait()
@@ -353,12 +353,12 @@ class ParamGroup:
             self._make_due()
 
     @torch.no_grad()
-    def install_main_weights(self) -> None:
-        """Make the next use of the unit cast and gather main weights as they are then."""
+    def mark_main_weights_changed(self) -> None:
+        """Mark main weights as changed: the next use of the unit casts and gathers them."""
         self._kept = None
         self._make_due()
         if self.reshards_after_use and self.state is WeightState.STALE:
-            unshard([self])  # a call is using the unit: gather the new values now
+            unshard_groups([self])  # a call is using the unit: gather the new values now
             self.wait_for_unshard()
 
     def _make_due(self) -> None:
@@ -382,11 +382,11 @@ class ParamGroup:
                     over_inner=self.partition.num_inner == 1,
                     over_outer=self.partition.num_outer == 1,
                 )
-            self.install_main_weights()
+            self.mark_main_weights_changed()
 
 
 @outside_transforms
-def unshard(groups: Sequence[ParamGroup]) -> None:
+def unshard_groups(groups: Sequence[ParamGroup]) -> None:
     """Start the all-gathers of groups of a unit, unless they are done or under way."""
     # In one launch where the ranks are the same: see [Note: one launch for several gathers].
     by_ranks: dict[tuple[bool, Hashable], list[ParamGroup]] = defaultdict(list)

@@ -157,7 +157,7 @@ def _search(
     for step in _steps(classes, smallest, largest):
         last = largest // step
         floor = smallest
-        num_misaligned = 0  # at every multiple of this step
+        num_misaligned = 0  # misaligned parameters at every multiple of this step
         for size_class in classes:
             # If a required alignment does not divide the step, the shard must be large enough for
             # one cut through its parameters.

@@ -8,8 +8,7 @@ from enum import Enum, IntEnum
 
 import torch
 
-# Each settings object checks its fields. A message names a field as `Strategy.level`, which
-# interfaces with other names replace.
+# Each settings object checks its fields.
 
 
 class ShardingStrategy(IntEnum):

@@ -17,7 +17,7 @@ from torch import nn
 from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.gradients import GroupGradients
-from megatron.fsdp.engine.param_group import unshard
+from megatron.fsdp.engine.param_group import unshard_groups
 from megatron.fsdp.engine.policy import Overlap
 from megatron.fsdp.engine.states import GradientState
 from megatron.fsdp.engine.transforms import is_traced
@@ -38,7 +38,8 @@ class Microbatches:
     def __init__(self, sync_each: bool):
         self.sync_each = sync_each
         self.is_last = True  # outside of `no_sync`
-        self._are_marked = False  # by `no_sync`: a pass outside of it is the last one of its step
+        # True if `no_sync` has marked a pass: one outside of it is then the last of its step.
+        self._are_marked = False
 
     def mark(self, is_last: bool) -> None:
         """Mark the passes to come as the last ones of their step, or not."""
@@ -84,7 +85,7 @@ class Schedule:
         self._overlaps_reductions = overlap.grad_reduce
         self._reduces_late = reduces_late
         self.prefetcher = Prefetcher(units, overlap)
-        self._reducing: list[GroupGradients] = []  # whose reductions are under way, oldest first
+        self._reducing: list[GroupGradients] = []  # reductions under way, oldest first
         self.is_in_backward = False
         # True while autograd records the backward pass itself (create_graph=True). The recorded
         # graph needs the weights later.
@@ -104,27 +105,27 @@ class Schedule:
     def unshard_kept(self) -> None:
         """Start the all-gathers of all stale weights whose storage is allocated anyway."""
         for unit in self.units:
-            unshard([group for group in unit.groups if not group.strategy.shards_parameters])
+            unshard_groups([group for group in unit.groups if not group.strategy.shards_parameters])
             if not self.prefetcher.is_enabled:
                 unit.wait_for_unshard()
 
     def begin_use(self, call: UnitCall) -> None:
         """Unshard the units that a call uses, and prefetch those that follow."""
         for borrowed in call.borrowed:
-            self.borrow(borrowed, call)
+            self.unshard_for(borrowed, call)
         unit = call.unit
         if not unit.modules:
             return  # a method of no unit's module
         # A call of a merged module, while its unit is in use, is not recorded.
         is_recorded = call.module is unit.module or not unit.users
-        self.borrow(unit, call)
+        self.unshard_for(unit, call)
         if is_recorded:
-            self.prefetcher.reached(unit)
+            self.prefetcher.record_use_and_prefetch(unit)
 
-    def borrow(self, unit: Unit, user: Hashable) -> None:
-        """Unshard a unit for a user, without recording the use or prefetching other units."""
+    def unshard_for(self, unit: Unit, user: Hashable) -> None:
+        """Unshard a unit for a user and wait; record no use and prefetch no other unit."""
         unit.users[user] = current_pass()
-        self.prefetcher.used(unit)
+        self.prefetcher.before_use(unit)
         unit.unshard()
         unit.wait_for_unshard()
 
@@ -146,7 +147,7 @@ class Schedule:
 
     # ---- gradients
 
-    def begin_backward(self) -> None:
+    def begin_backward_pass(self) -> None:
         """Note that a backward pass has reached the model."""
         self.is_in_backward = True
         self._keeps_graph = torch.is_grad_enabled()
@@ -225,8 +226,8 @@ class Schedule:
         while self._reducing:
             self._advance_reductions()
 
-    def finish_backward(self) -> None:
-        """End the backward pass: finish the units that have not been finished yet."""
+    def end_backward_pass(self) -> None:
+        """Note that the backward pass is over: finish the units that are not finished yet."""
         self.is_in_backward = False
         for unit in reversed(self.units):
             was_traced = unit.users.pop(TRACE, None) is not None
@@ -237,7 +238,7 @@ class Schedule:
             for group in unit.trainable_groups:
                 group.gradients.forget_written()
         self._keeps_graph = False
-        self.prefetcher.reshard_unused()
+        self.prefetcher.reshard_prefetched()
 
     @torch.no_grad()
     def _abandon_backward(self) -> None:
@@ -298,15 +299,15 @@ class Prefetcher:
                 self._unit_of.update(dict.fromkeys(group.buffers, unit))
                 self._are_resharded |= group.reshards_after_use
                 self._are_assigned_ahead |= group.compute.storage.is_assigned_ahead
-        self._recorded: list[Unit] = []  # in the forward under way
-        self._order = UseOrder()  # of the last forward
-        self._current = units[0]  # the unit that was used last
-        self._position = -1  # of that use in the order that is followed
-        self._upcoming: list[Unit] = []  # the window after it
+        self._recorded: list[Unit] = []  # units used so far by the current forward
+        self._order = UseOrder()  # order of units in the last forward
+        self._current = units[0]  # unit that was used last
+        self._position = -1  # position of that use in the order that is followed
+        self._upcoming: list[Unit] = []  # window of units after that use
         self._in_use: dict[Unit, None] = {}  # units that calls use, and some that were used
-        self._prefetched: set[Unit] = set()  # unsharded, and no call uses them yet
-        self._of_next_forward: set[Unit] = set()  # those that were unsharded before it began
-        self._num_updates = 0  # of the main weights since the last forward began
+        self._prefetched: set[Unit] = set()  # unsharded units that no call uses yet
+        self._gathered_for_next_forward: set[Unit] = set()  # prefetched units before it has begun
+        self._num_updates = 0  # updates of the main weights since the last forward began
 
     # ---- the order
 
@@ -319,14 +320,14 @@ class Prefetcher:
             self._order = replace(self._order, num_updates=self._num_updates)
             self._num_updates = 0
         # Those kept for a backward that has not come are resharded: weights may change till then.
-        self.reshard_idle(self._prefetched - self._of_next_forward)
+        self.reshard_if_unused(self._prefetched - self._gathered_for_next_forward)
 
     def stop_recording(self) -> None:
         """Keep the recorded order, and reshard units that were prefetched but not used."""
         kept: list[Unit] = []
         if torch.is_grad_enabled():
             kept = self._order.kept
-        self.reshard_idle(self._prefetched.difference(kept))
+        self.reshard_if_unused(self._prefetched.difference(kept))
         order = self._recorded
         last: list[Unit] = []  # the units that backward uses first
         if self.is_enabled:
@@ -344,7 +345,7 @@ class Prefetcher:
         self._position = -1
         self._upcoming = []
 
-    def reached(self, unit: Unit) -> None:
+    def record_use_and_prefetch(self, unit: Unit) -> None:
         """Record that a call of ``unit`` begins, and prefetch the units that follow it."""
         is_backward = in_backward()
         if self._units[0].users and not is_backward:
@@ -369,7 +370,7 @@ class Prefetcher:
         self._upcoming = self._window()
         if self._prefetched:
             wanted = [*self._upcoming, *self._kept_for_backward()]
-            self.reshard_idle(self._prefetched.difference(wanted))
+            self.reshard_if_unused(self._prefetched.difference(wanted))
         self._unshard_ahead(self._upcoming)
 
     def _unshard_ahead(self, units: list[Unit]) -> None:
@@ -409,10 +410,10 @@ class Prefetcher:
                     num_bytes += group.compute.num_bytes
         return num_bytes <= self._max_bytes
 
-    def weights_change(self) -> None:
+    def reshard_for_new_weights(self) -> None:
         """Reshard all prefetched units, because main weights have new values."""
         self._num_updates += 1
-        self.reshard_unused()
+        self.reshard_prefetched()
 
     def start_next_forward(self) -> None:
         """Unshard the units with which the last forward began, after an optimizer's step."""
@@ -427,7 +428,7 @@ class Prefetcher:
         if self._order.forward:
             window = [root, *self._window()]
             self._unshard_ahead(window)
-            self._of_next_forward.update(self._prefetched.intersection(window))
+            self._gathered_for_next_forward.update(self._prefetched.intersection(window))
 
     # ---- resharding
 
@@ -447,26 +448,26 @@ class Prefetcher:
             return self._order.kept
         return []
 
-    def used(self, unit: Unit) -> None:
+    def before_use(self, unit: Unit) -> None:
         """Prepare for a call that uses ``unit`` now: reshard unused units in its memory."""
         self._in_use[unit] = None
         self._prefetched.discard(unit)
-        self._of_next_forward.discard(unit)
+        self._gathered_for_next_forward.discard(unit)
         if self._are_assigned_ahead:
-            self.reshard_idle({self._unit_of[buffer] for buffer in unit.blockers})
+            self.reshard_if_unused({self._unit_of[buffer] for buffer in unit.blockers})
 
-    def reshard_unused(self) -> None:
+    def reshard_prefetched(self) -> None:
         """Reshard all prefetched units that no call uses."""
         self._upcoming = []
-        self.reshard_idle(set(self._prefetched))
+        self.reshard_if_unused(set(self._prefetched))
 
-    def reshard_idle(self, units: set[Unit]) -> None:
+    def reshard_if_unused(self, units: set[Unit]) -> None:
         """Reshard those of the units that no call uses."""
         if not units:
             return
         for unit in self._units:  # the order of a set differs between ranks
             if unit in units:
                 self._prefetched.discard(unit)
-                self._of_next_forward.discard(unit)
+                self._gathered_for_next_forward.discard(unit)
                 if not unit.users:
                     unit.reshard()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, unique
 from typing import Generic, TypeVar
 
 # [Note: the life of a unit] Take a transformer layer at ZeRO level 3, trained for one step.
@@ -28,7 +28,10 @@ from typing import Generic, TypeVar
 
 
 class EngineState(Enum):
-    """A state; its value names the states that may follow it. It may always follow itself."""
+    """A state; its value names the states that may follow it. It may always follow itself.
+
+    Subclasses are ``unique``: states with equal values would be one state.
+    """
 
     __hash__ = object.__hash__  # Enum's is Python code and showed up in profiles
 
@@ -36,78 +39,85 @@ class EngineState(Enum):
         self.following = following
 
 
+@unique
 class WeightState(EngineState):
     """The contents of the compute parameters of a group."""
 
-    # Their storage is freed; this rank has its own shard only.
     SHARDED = "UNSHARDING"
-    # They have storage, but its values, or those of other ranks, are older than main weights.
+    """Their storage is freed; this rank has its own shard only."""
     STALE = "UNSHARDING", "SHARDED"
-    # They have storage, and the all-gather that fills it is under way; SHARDED if it has failed.
+    """They have storage, but its values, or those of other ranks, are older than main weights."""
     UNSHARDING = "UNSHARDED", "SHARDED"
-    # They have storage and the values of the main weights: a forward may read them.
+    """The all-gather that fills their storage is under way; SHARDED if it has failed."""
     UNSHARDED = "SHARDED", "STALE"
+    """They have storage and the values of the main weights: a forward may read them."""
 
 
+@unique
 class MainState(EngineState):
     """The progress of new main weights into the compute shard, which all-gathers send."""
 
-    # The compute shard has the values of the main weights, or each all-gather casts them.
     INSTALLED = "DUE", "HELD"
-    # Main weights are newer. The next all-gather casts them, and gathers over the outer axis too.
+    """The compute shard has the values of the main weights, or each all-gather casts them."""
     DUE = "INSTALLED", "HELD"
-    # Main weights are newer, but all-gathers send older values until somebody installs them.
+    """Main weights are newer: the next all-gather casts them, and gathers over the outer axis."""
     HELD = "DUE", "INSTALLED"
+    """Main weights are newer, but all-gathers send older values until somebody installs them."""
 
 
+@unique
 class GradientState(EngineState):
     """The local gradients of a group: this rank's sum since the last reduction."""
 
     EMPTY = "WRITING", "WAITING"
-    # Layers write gradients into the flat tensor themselves; autograd has not reported any yet.
+    """No gradients since then."""
     WRITING = "WAITING", "EMPTY"
-    # A reduction is due, in which all ranks take part, also those without gradients. EMPTY without
-    # it if gradients are dropped.
+    """Layers write gradients into the flat tensor themselves; autograd has not reported any yet."""
     WAITING = "REDUCING", "EMPTY"
-    # Their reduction is under way; nothing may be added to them.
+    """A reduction is due, for ranks without gradients too; EMPTY if gradients are dropped."""
     REDUCING = "EMPTY"
+    """Their reduction is under way; nothing may be added to them."""
 
 
+@unique
 class ShownState(EngineState):
     """The gradients that the sharded parameters of a model show."""
 
-    # Nothing: no backward pass has ended since all gradients were dropped.
     NONE = "HIDDEN", "FINAL"
-    # Nothing, or what was there before the backward pass under way; there are gradients.
+    """Nothing: no backward pass has ended since all gradients were dropped."""
     HIDDEN = "SHOWN", "FINAL", "NONE"
-    # Reduced gradients; others may wait for their reduction.
+    """Nothing, or what was there before the backward pass under way; there are gradients."""
     SHOWN = "FINAL", "HIDDEN", "NONE"
-    # All gradients: no backward pass has ended since they were reduced.
+    """Reduced gradients; others may wait for their reduction."""
     FINAL = "SHOWN", "HIDDEN", "NONE"
+    """All gradients: no backward pass has ended since they were reduced."""
 
 
+@unique
 class BackwardState(EngineState):
     """The progress of a unit in the backward pass."""
 
-    # No gradient of this pass has reached the unit, or its part of the pass is over.
     IDLE = "RUNNING", "RECOMPUTED"
-    # A call is in backward, or gradients arrive; the unit is done when every parameter has one.
+    """No gradient of this pass has reached the unit, or its part of the pass is over."""
     RUNNING = "RECOMPUTED", "IDLE"
-    # Gradients came from another pass than the one in which the unit came into use: the nested
-    # backward of recomputation, a backward inside a forward, or one of several over a kept graph.
-    # More may follow for the same parameters, so counting them does not show the end.
+    """A call is in backward, or gradients arrive; the unit is done when every parameter has one."""
     RECOMPUTED = "IDLE"
+    """Gradients came from another pass than the one in which the unit came into use: the nested
+    backward of recomputation, a backward inside a forward, or one of several over a kept graph.
+    More may follow for the same parameters, so counting them does not show the end.
+    """
 
 
+@unique
 class CallState(EngineState):
     """The progress of one call of a unit in its backward."""
 
-    # Its forward is under way or over; its backward has not begun, or is over.
     FORWARD = "AWAITING_INPUTS", "AWAITING_PARAMETERS"
-    # Its backward has begun. Gradients of its inputs, or the backward of an earlier call, end it.
+    """Its forward is under way or over; its backward has not begun, or is over."""
     AWAITING_INPUTS = "AWAITING_PARAMETERS", "FORWARD"
-    # No gradients of inputs are outstanding. Those of parameters, or the end of the pass, end it.
+    """Its backward has begun; gradients of inputs, or the backward of an earlier call, end it."""
     AWAITING_PARAMETERS = "FORWARD"
+    """Gradients of inputs are complete; those of parameters, or the end of the pass, end it."""
 
 
 State = TypeVar("State", bound=EngineState)

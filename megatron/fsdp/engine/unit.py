@@ -13,15 +13,15 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.device import current_pass
-from megatron.fsdp.engine.param_group import ParamGroup, unshard
+from megatron.fsdp.engine.param_group import ParamGroup, unshard_groups
 from megatron.fsdp.engine.states import BackwardState, CallState, StateOwner, WeightState
 
-# The number that stands for the forward; no backward pass has it.
+# Number that stands for the forward; no backward pass has it.
 FORWARD = -1
 
-# A user of a unit's weights: the graph that autograd records of a backward (create_graph=True).
+# User of a unit's weights: the graph that autograd records of a backward (create_graph=True).
 GRAPH = "graph"
-# Another: operations that were recorded in a forward, to run until the next backward is over.
+# Another user: operations that were recorded in a forward, to run until the next backward ends.
 TRACE = "trace"
 
 KEPT_ASIDE = (
@@ -56,9 +56,9 @@ class UnitCall(StateOwner[CallState]):
         self.began = self.ended = next(_clock)
         # Inputs that require gradients, with their versions, by id; empty after the forward.
         self.inputs: dict[int, tuple[torch.Tensor, int]] = {}
-        self._num_moves = 0  # of the weights that the forward used, when it ended
-        self.num_inputs = 0  # that get gradients; inputs with one hook in common count as one
-        self.awaited_inputs = 0  # of them, those whose gradients are outstanding in this pass
+        self._num_moves = 0  # moves of the weights that the forward used, when it ended
+        self.num_input_hooks = 0  # hooks on inputs that get gradients; several may share one hook
+        self.num_pending_inputs = 0  # input hooks that this pass has not called yet
         self.input_hooks: list[RemovableHandle] = []
         # Gradients of leaf inputs may arrive before those of parameters on another path.
         self.has_leaf_inputs = False
@@ -125,7 +125,7 @@ class Unit(StateOwner[BackwardState]):
         is_automatic: bool = False,
     ):
         self.name = name
-        self.shown_name = name or "root"  # in traces
+        self.shown_name = name or "root"  # name in traces
         self.module = module
         # The modules whose calls use the unit: its own, and small ones inside that were merged.
         self.modules = [] if module is None else [module]
@@ -136,11 +136,11 @@ class Unit(StateOwner[BackwardState]):
         # Calls that use the weights, each with the number of the backward pass in which it began to
         # use them, or FORWARD.
         self.users: dict[Hashable, int] = {}
-        # Of the trainable groups those with parameters that are not frozen now.
+        # Trainable groups with parameters that are not frozen now.
         self.trained_groups: list[ParamGroup] = []
         self._num_trained = 0
         self._has_frozen = False
-        self.calls_in_backward: list[UnitCall] = []  # whose backward is not known to be over
+        self.calls_in_backward: list[UnitCall] = []  # calls whose backward is not known to be over
         self.arrived: set[int] = set()  # ids of parameters with gradients not yet accumulated
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ class Unit(StateOwner[BackwardState]):
 
     def unshard(self) -> None:
         """Start the all-gathers of all groups that are not unsharded yet."""
-        unshard(self.groups)
+        unshard_groups(self.groups)
 
     def wait_for_unshard(self) -> None:
         """Make compute wait for the all-gathers that have started."""
@@ -202,8 +202,8 @@ class Unit(StateOwner[BackwardState]):
 
     def begin_backward(self, call: UnitCall) -> None:
         """Note that the backward of ``call``, a call of this unit, has begun."""
-        call.awaited_inputs = call.num_inputs
-        if call.num_inputs:
+        call.num_pending_inputs = call.num_input_hooks
+        if call.num_input_hooks:
             call.change_state(CallState.AWAITING_INPUTS)
         else:
             call.change_state(CallState.AWAITING_PARAMETERS)

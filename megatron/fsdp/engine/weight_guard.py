@@ -31,7 +31,7 @@ NOT_GATHERED = (
     " that forward keeps elsewhere (on the module, in a list, in an object that is no pytree) is in"
     " the loss: return it from the forward of the unit"
 )
-FIRST_VERSION = 1 << 31  # of a guarded parameter; graphs count from 0
+FIRST_VERSION = 1 << 31  # version of the first guarded parameter; graphs count from 0
 VERSION_IN_MESSAGE = re.compile(r"is at version (\d+); expected version")
 # Methods that read no elements.
 ALLOWED = frozenset(
@@ -135,8 +135,8 @@ class WeightGuard:
         self._unit_name = unit_name
         self._name_of = dict(zip(_versions, names))
         _guard_of_version.update(dict.fromkeys(self._name_of, self))
-        self._plain: list[nn.Parameter] | None = None
-        self._saved: tuple[int, ...] | None = None  # the version counters while guarded
+        self._plain: list[nn.Parameter] | None = None  # parameters of no subclass
+        self._saved: tuple[int, ...] | None = None  # version counters while guarded
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -149,7 +149,9 @@ class WeightGuard:
             self._saved = self.versions
             _set_versions(tuple(self._parameters), tuple(self._name_of))
             if self._plain is None:  # tensor subclasses have functions of their own
-                self._plain = [one for one in self._parameters if type(one) is nn.Parameter]
+                self._plain = [
+                    parameter for parameter in self._parameters if type(parameter) is nn.Parameter
+                ]
             set_all(self._plain, "__class__", GuardedParameter)
 
     def open(self, complete: Callable[[], None]) -> None:

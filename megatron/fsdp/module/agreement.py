@@ -19,7 +19,7 @@ from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module.trainability import Trainability
 from megatron.fsdp.module.unit_choice import belongs_to_expert
 
-_num_models: Counter[tuple[int, ...]] = Counter()  # that were sharded over the same ranks
+_num_models: Counter[tuple[int, ...]] = Counter()  # models that these ranks have sharded
 
 
 def check_agreement(
@@ -56,7 +56,7 @@ def check_agreement(
     for number, (name, buffer) in enumerate(buffers.items()):
         values[f"buffer {number}"] = f"{name} {tuple(buffer.shape)} {buffer.dtype}"
     values["the number of buffers"] = len(buffers)
-    refuse_differences(values, data_groups(settings.own_mesh))
+    refuse_differences(values, data_groups(settings.checked_mesh))
 
 
 def _description(parameter: nn.Parameter, kind: ParameterKind) -> str:
@@ -120,14 +120,14 @@ def names_on_all_ranks(
         module: the module, before it is sharded.
         settings: with the mesh of experts, if they have one.
     """
-    has_expert_mesh = settings.mesh is not None and settings.own_mesh.expert is not None
+    has_expert_mesh = settings.mesh is not None and settings.checked_mesh.expert is not None
     name_of: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters():
         if not (has_expert_mesh and belongs_to_expert(name, parameter)):
             name_of[parameter] = name
     names = []
     for group in optimizer.param_groups:
-        names.append([name_of[each] for each in group["params"] if each in name_of])
+        names.append([name_of[parameter] for parameter in group["params"] if parameter in name_of])
     return names
 
 
@@ -197,7 +197,7 @@ class FreezingAgreement:
         first = store.compare_set(f"{key}/first", "", f"{rank} {flags}").decode()
         first_rank, first_flags = first.split()
         if first_flags != flags:
-            position = 0  # of the first difference
+            position = 0  # position of the first difference
             while flags[position] == first_flags[position]:
                 position += 1
             name = self.trainability.names[self._compared[position]]

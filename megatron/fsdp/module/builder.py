@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.backends.gloo_messages import GlooMessages
-from megatron.fsdp.backends.host_memory import Memories
+from megatron.fsdp.backends.host_memory import ShardMemoryChoice
 from megatron.fsdp.backends.memory_slots import EngineSlots
 from megatron.fsdp.backends.slot_memory import NcclMemory, allocate_slots
 from megatron.fsdp.config.meta_initialisation import Initialiser, initialisation_parts, materialize
@@ -57,7 +57,7 @@ def shard_parameters(
     Args:
         module: the module, of which parameters become views of flat buffers.
         settings: its settings, which were checked.
-        initialiser: gives parameters on the meta device their first values. None: there are none.
+        initialiser: gives parameters on the meta device their first values, if any.
         sharded_before: parameters of modules inside that an earlier call has sharded, and the
             compute parameters of these. They are left as they are.
         streams: the streams of collectives. None: streams of this call.
@@ -75,7 +75,7 @@ def shard_parameters(
     kinds = kinds_of(
         module,
         named,
-        has_expert_mesh=settings.own_mesh.expert is not None,
+        has_expert_mesh=settings.checked_mesh.expert is not None,
         has_embedding_strategy=settings.strategy.embedding_level is not None,
     )
     check_agreement(settings, parameters_of, kinds, dict(module.named_buffers()))
@@ -175,7 +175,7 @@ class Sharder:
     Args:
         module: the model.
         settings: its settings.
-        slots: memory slots of gathered weights and local gradients. None: there are none.
+        slots: memory slots of gathered weights and local gradients, if any.
         numel: number of elements of all parameters.
         streams: the streams of collectives.
     """
@@ -193,8 +193,8 @@ class Sharder:
         self._settings = settings
         self._slots = slots
         self._streams = streams
-        self._memories = Memories(settings.device, settings.offload, numel)
-        self._has_expert_mesh = settings.own_mesh.expert is not None
+        self._memory_choice = ShardMemoryChoice(settings.device, settings.offload, numel)
+        self._has_expert_mesh = settings.checked_mesh.expert is not None
         dense = self._communicator(ParameterKind.DENSE)
         self._communicators = {ParameterKind.DENSE: dense, ParameterKind.EMBEDDING: dense}
         if self._has_expert_mesh:
@@ -221,7 +221,7 @@ class Sharder:
         # on the device of the shards never needs twice its memory. Parameters on the meta device
         # are filled by `initialise`, unless the shards are there too: then a run is simulated.
         sharded_params: ShardedParams = {}
-        given: dict[nn.Parameter, nn.Parameter] = {}  # by those that initialisation put in place
+        given: dict[nn.Parameter, nn.Parameter] = {}  # keys: those that initialisation put in place
         for unit, parameters in parameters_of.items():
             if initialiser is not None:
                 given |= replace_meta_weights(self._module, parameters, initialiser.initialise)
@@ -265,7 +265,7 @@ class Sharder:
             for name, buffer in inner.named_buffers(path, recurse=False):
                 if _broadcast_buffer(buffer, communicator):
                     changed.append(own_name(name))
-        names = agree(changed, self._settings.own_mesh.all_groups())
+        names = agree(changed, self._settings.checked_mesh.all_groups())
         if names:
             warn("buffers differ between ranks, and become the first one's: %s", ", ".join(names))
 
@@ -290,7 +290,7 @@ class Sharder:
             key.stored,
             parameters,
             self._module,
-            axes=settings.own_mesh.axes(key.kind),
+            axes=settings.checked_mesh.axes(key.kind),
             shards_outer=shards_outer,
             device=settings.device,
             precision=precision,
@@ -313,11 +313,11 @@ class Sharder:
             weight_storage=weight_storage,
             gradient_storage=gradient_storage,
             form=form,
-            memory=self._memories.of_group(numel),
+            memory=self._memory_choice.of_group(numel),
         )
 
     def _communicator(self, kind: ParameterKind) -> Communicator:
-        mesh = self._settings.own_mesh
+        mesh = self._settings.checked_mesh
         gradients = self._settings.gradients
         axes = mesh.axes(kind)
         outer = None
@@ -338,7 +338,7 @@ class Sharder:
         )
 
     def _parameter_mesh(self, kind: ParameterKind) -> ParameterMesh:
-        axes = self._settings.own_mesh.axes(kind)
+        axes = self._settings.checked_mesh.axes(kind)
         _, shards_outer = self._settings.strategy.of(kind)
         sliced, copied = self._norm_groups(axes, kind)
         return ParameterMesh(kind, axes, axes.dtensor_mesh(shards_outer), sliced, copied)
@@ -346,7 +346,7 @@ class Sharder:
     def _norm_groups(self, axes: Axes, kind: ParameterKind) -> tuple[NormGroup, NormGroup]:
         """Return the norm groups of tensor-parallel slices, and of copies."""
         level, shards_outer = self._settings.strategy.of(kind)
-        dense = self._settings.own_mesh.dense
+        dense = self._settings.checked_mesh.dense
         data_groups = []
         of_experts = kind is ParameterKind.EXPERT
         if level.shards_optimizer or of_experts:
@@ -366,7 +366,7 @@ class Sharder:
         return NormGroup(tuple(groups), copies), NormGroup(tuple(groups), tensor_copies)
 
     def _data_groups(self, shards_outer: bool) -> list[dist.ProcessGroup]:
-        dense = self._settings.own_mesh.dense
+        dense = self._settings.checked_mesh.dense
         if not shards_outer or dense.outer is None:
             return [dense.inner.get_group()]
         if dense.data_group is not None:  # then norms cost one collective
@@ -400,7 +400,10 @@ def _make_memory_slots(settings: Settings) -> EngineSlots | None:
         return None
     if not memory.registers:
         return EngineSlots(memory, partial(allocate_slots, device))
-    meshes = [settings.own_mesh.dense, settings.own_mesh.expert or settings.own_mesh.dense]
+    meshes = [
+        settings.checked_mesh.dense,
+        settings.checked_mesh.expert or settings.checked_mesh.dense,
+    ]
     groups = [axes.all_gather_group for axes in meshes]
     groups += [axes.inner.get_group() for axes in meshes]
     nccl = NcclMemory(groups, device, is_symmetric=not memory.registers_locally)

@@ -237,7 +237,7 @@ def _problems_of_shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
         if not is_plain or local.is_meta or not local.numel() or not local.data_ptr():
             continue
         # Between the elements of a slice there may be those of another one.
-        extent = 1  # from the first element to the last
+        extent = 1  # elements from the first to the last
         for size, stride in zip(local.shape, local.stride(), strict=True):
             extent += (size - 1) * stride
         if extent == local.numel():

@@ -76,14 +76,14 @@ class ShownGradients:
         self.parameters: list[torch.Tensor] = [sharded.parameter for sharded in sharded_params]
         self._attribute = attribute
         self._family = family
-        self.attached: list[ShardedGradient] = []  # those on the parameters
+        self.attached: list[ShardedGradient] = []  # gradients that parameters show
         # Indices of the parameters that were trained in a backward pass of this step, and show a
         # gradient although they may be frozen now.
         self.had_passes: set[int] = set()
         # For each parameter, True if some rank has a gradient of it. None: all count as used.
         self.used: list[bool] | None = None
         self._gradients: list[ShardedGradient] = []  # one for each parameter; made when first shown
-        self._no_values: list[torch.Tensor] = []  # their local tensors while there are none
+        self._no_values: list[torch.Tensor] = []  # local tensors of gradients without values
         self._flat: torch.Tensor | None = None  # the gradient shard that they are views of
 
     def attach(self, shard: RunningSum) -> None:
@@ -92,7 +92,7 @@ class ShownGradients:
         if not self._gradients:
             for sharded_param in self.sharded_params:
                 self._gradients.append(sharded_param.gradient(flat, self._family))
-            self._no_values = shard.places.within(torch.empty_like(flat, device="meta"))
+            self._no_values = shard.view_specs.views_of(torch.empty_like(flat, device="meta"))
         if self._flat is not flat:
             self._flat = flat
             set_each(self._gradients, "_local_tensor", shard.views())
@@ -176,7 +176,7 @@ class GradientSync(StateOwner[ShownState]):
         self._groups_of_use = groups_of_use
         self._after_pass = after_pass
         self.state = ShownState.NONE
-        self._num_changes = -1  # of what is frozen, at the end of the last pass
+        self._num_changes = -1  # changes of what is frozen, up to the end of the last pass
         trainable: dict[ParamGroup, list[ShardedParam]] = {}
         for sharded_param in sharded_params:
             if sharded_param.group.requires_grad:
@@ -188,7 +188,8 @@ class GradientSync(StateOwner[ShownState]):
             self._attribute = "decoupled_grad"
         # Parameters with hooks, each with the number of reductions when they were last called.
         self._hooked: dict[ShardedParam, int] = {}
-        self._set_aside: dict[ShardedParam, torch.Tensor] = {}
+        # Gradients that are set aside for a pass: see [Note: hooks of parameters].
+        self._grads_before_pass: dict[ShardedParam, torch.Tensor] = {}
         self._family = GradientFamily()
         self._groups = [
             ShownGradients(members, self._attribute, self._family) for members in trainable.values()
@@ -205,15 +206,15 @@ class GradientSync(StateOwner[ShownState]):
 
     # ---- backward passes
 
-    def begin_backward(self) -> None:
+    def begin_backward_pass(self) -> None:
         """Drop the gradient shards of parameters whose gradient the user has cleared."""
         # The gradients of this pass would otherwise be added to them.
         for observer in observe.observers:
             observer.begin_pass(observe.BACKWARD)
-        self._trainability.follow()
+        self._trainability.sync_requires_grad()
         self._trainability.refuse_thawed()
         self._agreement.check()
-        self._set_aside.clear()  # of a pass that has failed
+        self._grads_before_pass.clear()  # those of a pass that has failed
         if self.state not in (ShownState.SHOWN, ShownState.FINAL):
             return
         for shown in self._groups:
@@ -230,7 +231,7 @@ class GradientSync(StateOwner[ShownState]):
             self._set_gradients_aside()
         self.change_state(ShownState.HIDDEN)
 
-    def end_backward(self) -> None:
+    def end_backward_pass(self) -> None:
         """Make gradients final if this backward pass is to be synchronised."""
         for observer in observe.observers:
             observer.end_backward_pass()
@@ -273,10 +274,10 @@ class GradientSync(StateOwner[ShownState]):
 
     def _attach(self, state: ShownState) -> None:
         self._schedule.wait_for_reductions()
-        self._trainability.follow()
+        self._trainability.sync_requires_grad()
         with torch.no_grad():
             for shown in self._groups:
-                shown.attach(shown.group.gradients.final(not self._use_decoupled_grad))
+                shown.attach(shown.group.gradients.final_sum(not self._use_decoupled_grad))
         self._set_family()
         self.change_state(state)
         if self._report_nonfinite is not None:
@@ -299,14 +300,16 @@ class GradientSync(StateOwner[ShownState]):
         for shown in self._groups:
             gradients = shown.group.gradients
             flags.append(gradients.state is GradientState.WAITING)
-            flags += [index in gradients.users for index in range(len(shown.parameters))]
+            flags += [
+                index in gradients.indices_with_grad for index in range(len(shown.parameters))
+            ]
         if not flags:
             return
         device = self._groups[0].group.main_shard.device
         table = torch.tensor(flags, dtype=torch.uint8, device=device)
         all_reduce_over(table, groups, dist.ReduceOp.MAX)
         everywhere = table.bool().tolist()
-        start = 0  # of the flags of a group: first that of its state, then those of parameters
+        start = 0  # start of the flags of a group: that of its state, then those of parameters
         for shown in self._groups:
             stop = start + 1 + len(shown.parameters)
             if everywhere[start]:
@@ -337,7 +340,7 @@ class GradientSync(StateOwner[ShownState]):
                     " a microbatch that does not synchronise would add: call zero_grad() first"
                 )
             shard = gradient_shard(sharded_param)
-            self._set_aside[sharded_param] = shard.clone()
+            self._grads_before_pass[sharded_param] = shard.clone()
             shard.zero_()
 
     @torch.no_grad()
@@ -357,8 +360,8 @@ class GradientSync(StateOwner[ShownState]):
                     result = hook(gradient)
                     if result is not None:
                         gradient.copy_(result)
-            if sharded_param in self._set_aside:
-                gradient._local_tensor.add_(self._set_aside.pop(sharded_param))
+            if sharded_param in self._grads_before_pass:
+                gradient._local_tensor.add_(self._grads_before_pass.pop(sharded_param))
         for owner in called:
             for hook in list((owner._post_accumulate_grad_hooks or {}).values()):
                 hook(owner)
@@ -414,5 +417,5 @@ def gradient_shard(sharded_param: ShardedParam) -> torch.Tensor:
 
 def clear_gradient_shard(sharded_param: ShardedParam) -> None:
     """Set this rank's shard of the reduced gradient of one parameter to zero."""
-    sharded_param.group.gradients.users.discard(sharded_param.index)
+    sharded_param.group.gradients.indices_with_grad.discard(sharded_param.index)
     gradient_shard(sharded_param).zero_()

@@ -86,7 +86,7 @@ def load_model_state(
         raise TypeError(f"state_dict expects a mapping but got {type(state).__name__}")
     # Wrappers inside (Float16Module) may rename keys, so the keys are those of the module's state
     # dict, not the paths of its parameters.
-    path_of: dict[str, str] = {}  # by own name
+    path_of: dict[str, str] = {}  # paths by own name
     sharded_params: dict[str, ShardedParam] = {}
     for path, value in module.state_dict(keep_vars=True).items():
         name = own_name(path)
@@ -115,14 +115,14 @@ def load_model_state(
             sharded_params[name].parameter._local_tensor.copy_(shard)
     (load_buffers or module.load_state_dict)(parts.others, strict=False)
     for group in dict.fromkeys([sharded_params[name].group for name in parts.shards]):
-        group.install_main_weights()  # quantized with scales that are among the buffers
+        group.mark_main_weights_changed()  # quantized with scales that are among the buffers
     return _IncompatibleKeys(parts.missing, parts.unexpected)
 
 
 class _Divided(NamedTuple):
     """The entries of a state dict, divided by what they are for."""
 
-    shards: dict[str, torch.Tensor]  # of main weights, by own name
+    shards: dict[str, torch.Tensor]  # shards of main weights, by own name
     others: dict[str, Any]  # buffers and extra state, by path in the module's state dict
     missing: list[str]
     unexpected: list[str]
@@ -220,7 +220,7 @@ def accept_full_tensors(module: nn.Module) -> set[int]:
 
     def install(inner: nn.Module, incompatible_keys: Any) -> None:
         for group in changed:
-            group.install_main_weights()
+            group.mark_main_weights_changed()
         changed.clear()
 
     handles: set[int] = set()
@@ -287,4 +287,4 @@ def copy_main_weights(sources: Sequence[ShardedParam], targets: Sequence[Sharded
         target.group.wait_for_readers()
         target.parameter._local_tensor.copy_(source.parameter._local_tensor)
     for group in dict.fromkeys(target.group for target in targets):
-        group.install_main_weights()
+        group.mark_main_weights_changed()

@@ -35,6 +35,7 @@ from megatron.fsdp.module.agreement import FreezingAgreement
 from megatron.fsdp.module.builder import ShardedParams, shard_parameters
 from megatron.fsdp.module.checks import check_all
 from megatron.fsdp.module.gradient_sync import GradientError, GradientSync
+from megatron.fsdp.module.known_parameters import KnownParameters
 from megatron.fsdp.module.model_state import (
     accept_full_tensors,
     copied_module,
@@ -44,14 +45,10 @@ from megatron.fsdp.module.model_state import (
     show_main_weights,
 )
 from megatron.fsdp.module.own_names import lead_by_own_names, own_name
-from megatron.fsdp.module.shown_parameters import ShownParameters
+from megatron.fsdp.module.shown_parameters import ShownParameters, watch_parameters
 from megatron.fsdp.module.trainability import Trainability
-from megatron.fsdp.module.unit_access import (
-    KnownParameters,
-    UnitAccess,
-    UnitHandle,
-    units_of,
-)
+from megatron.fsdp.module.unshard_handle import UnitHandle, units_of
+from megatron.fsdp.module.weight_writes import WeightWrites
 from megatron.fsdp.module.wrapped_module import (
     cast_at_units,
     prepare_wrapped_module,
@@ -63,7 +60,7 @@ OWNER = "_fsdp_model"  # attribute of the parameters that an optimizer steps: th
 
 REFUSED_COPY = (
     "a sharded model cannot be copied or pickled: its hooks and communicators belong to this"
-    " process. Copy or save model.state_dict(), which works"
+    " process. Copy or save its state_dict(), which works"
 )
 
 
@@ -78,22 +75,22 @@ class ShardedModule(nn.Module):
         module: the module, whose parameters become views of flat buffers.
         settings: its settings.
         problems: problems that the caller has found; the constructor adds its own and raises all.
-            None: there are none.
+            None: no problems yet.
 
     Raises:
         ValueError: lists every problem, the same on every rank.
         NotImplementedError: names the features that are not built.
     """
 
-    initialiser = Initialiser()  # of modules that were built on the meta device
+    initialiser = Initialiser()  # initialises modules that were built on the meta device
     checkpoint_ready = True  # tensors of state dicts describe their chunks to torch's checkpoint
     # Warn of probable mistakes; not where a program chooses units and optimizer itself.
     _gives_advice = True
-    _has_optimizer = False  # a sharded optimizer steps the parameters
-    _shows_attributes = True  # attributes of `module` can be read on the wrapper
+    _has_optimizer = False  # True if a sharded optimizer steps the parameters
+    _shows_attributes = True  # False if the wrapper hides attributes of `module`
     _is_copyable = True
     _ddp_params_and_buffers_to_ignore = property(refuse_ddp)
-    _prefix = "module."  # of the names of parameters
+    _prefix = "module."  # prefix of the names of parameters
     # Parameters of models inside that earlier calls have sharded, and their compute parameters.
     _sharded_before: Set[nn.Parameter] = frozenset()
 
@@ -106,7 +103,7 @@ class ShardedModule(nn.Module):
         super().__init__()
         failed_collectives.watch()
         if problems is None:
-            problems = Problems(settings.own_mesh.all_groups())
+            problems = Problems(settings.checked_mesh.all_groups())
         initialiser = self.initialiser.for_model(module, settings.initialisation)
         check_all(problems, module, settings, initialiser, self._sharded_before)
         problems.raise_everywhere()
@@ -114,7 +111,7 @@ class ShardedModule(nn.Module):
             warn_of_unmatched_units(module, settings.units or ())
         self.strategy = settings.strategy.highest_level
         self._settings = settings
-        self._mesh = settings.own_mesh
+        self._mesh = settings.checked_mesh
         self.module = module
         # The parts follow in the order in which they need each other.
         units, self._sharded_params, self._memory_slots = self._shard_parameters(initialiser)
@@ -143,12 +140,13 @@ class ShardedModule(nn.Module):
         self._gradients = self._make_gradient_sync()
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._known = KnownParameters(self, names)
-        access = UnitAccess(units, self._trainability, self._known)
-        self._hooks = UnitHooks(self._schedule, self._gradients, access)
-        ShownParameters(self._hooks, sharded, self._trainability, module)
+        writes = WeightWrites(units, self._trainability, self._known)
+        self._hooks = UnitHooks(self._schedule, self._gradients, writes)
+        shown_parameters = ShownParameters(self._hooks, sharded, self._trainability)
+        watch_parameters(module, shown_parameters)
         self._casts = cast_at_units(units, settings.precision)
-        self._hooks.handles |= self._casts
-        self._hooks.handles |= accept_full_tensors(module)
+        self._hooks.hook_ids |= self._casts
+        self._hooks.hook_ids |= accept_full_tensors(module)
         watch_optimizers(list(self._sharded_params))
         gathers_layers = self.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
         prepare_wrapped_module(module, gathers_layers, self.state_dict, self._apply)
@@ -235,7 +233,7 @@ class ShardedModule(nn.Module):
             remove_duplicate: yield a tied parameter under its first name only.
         """
         self._known.check()
-        self._trainability.follow()
+        self._trainability.sync_requires_grad()
         if prefix:
             prefix += "."
         prefix += self._prefix
@@ -332,9 +330,9 @@ class ShardedModule(nn.Module):
         are_plain = {type(group.form) for group in self.groups} <= {StoredForm}
         if not (self._is_copyable and are_plain) or self._mesh.dense.tensor is not None:
             raise NotImplementedError(REFUSED_COPY)
-        self._trainability.follow()
+        self._trainability.sync_requires_grad()
         module, settings = copied_module(self.module, self._sharded_params, self._settings, memo)
-        remove_hooks(self.module, module, self._hooks.handles)
+        remove_hooks(self.module, module, self._hooks.hook_ids)
         copied = type(self).__new__(type(self))  # the constructor may take other arguments
         ShardedModule.__init__(copied, module, settings)
         vars(copied).update({**vars(self), **vars(copied)})
@@ -433,7 +431,7 @@ class ShardedModule(nn.Module):
         """
         for observer in observe.observers:
             observer.begin_step()
-        self._schedule.prefetcher.weights_change()
+        self._schedule.prefetcher.reshard_for_new_weights()
         if not self._settings.memory.registers_manually:
             self._assign_memory_slots()
         for group in self.groups:
@@ -442,7 +440,7 @@ class ShardedModule(nn.Module):
             # Offloaded weights of one dtype are installed as those that share storage are.
             is_shared = group.precision.main_param == group.compute.flat.dtype
             if is_shared or not only_shared:
-                group.install_main_weights()
+                group.mark_main_weights_changed()
 
     def start_param_sync(
         self,
@@ -492,7 +490,7 @@ class ShardedModule(nn.Module):
 
     def reshard(self, module: nn.Module | None = None) -> None:
         """Free the gathered weights of one unit at level 3, unless a call uses them."""
-        self._schedule.prefetcher.reshard_idle(set(units_of(self._units, module)))
+        self._schedule.prefetcher.reshard_if_unused(set(units_of(self._units, module)))
 
     def broadcast_params(self) -> None:
         """Broadcast main weights from the first rank of every axis that replicates them."""
@@ -517,7 +515,7 @@ class ShardedModule(nn.Module):
 
     def _assign_memory_slots(self) -> None:
         if self._memory_slots is not None and not self._memory_slots.is_complete:
-            self._schedule.prefetcher.reshard_unused()  # buffers in use would get no slots
+            self._schedule.prefetcher.reshard_prefetched()  # buffers in use would get no slots
             self._memory_slots.assign(self._groups_that_end_together())
 
     # ---- calls of the parts

@@ -35,8 +35,7 @@ class ShownParameters:
     Args:
         hooks: know the calls under way, and the unit of each parameter.
         sharded: the sharded parameters, by compute parameter.
-        trainability: follows flags that code has set on the parameter it got before.
-        module: its modules' ``_parameters`` are replaced by watched ones.
+        trainability: syncs flags that code has set on the parameter it got before.
     """
 
     def __init__(
@@ -44,15 +43,11 @@ class ShownParameters:
         hooks: UnitHooks,
         sharded: dict[nn.Parameter, nn.Parameter],
         trainability: Trainability,
-        module: nn.Module,
     ):
         self._hooks = hooks
         self.sharded = sharded
         self._compute = {parameter: compute for compute, parameter in sharded.items()}
         self._trainability = trainability
-        for inner in _not_compiled(module):
-            if next(inner.parameters(recurse=False), None) is not None:
-                inner._parameters = WatchedParameters(inner._parameters, self)
 
     def read_in_list(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that code sees when it lists a module's parameters."""
@@ -81,7 +76,7 @@ class ShownParameters:
         if calls[-1].unit is not unit and not hasattr(parameter, PASSED_ON):
             self._hooks.borrow(unit)
         if calls[-1].module is None:
-            self._trainability.follow_one(parameter)
+            self._trainability.sync_requires_grad_of(parameter)
         return parameter
 
     def _outside(self, unit: Unit, parameter: nn.Parameter) -> nn.Parameter:
@@ -92,7 +87,7 @@ class ShownParameters:
             if unit.is_unsharded:
                 return parameter
             return self.sharded[parameter]
-        self._trainability.follow_one(parameter)
+        self._trainability.sync_requires_grad_of(parameter)
         return self.sharded[parameter]
 
     def to_store(
@@ -170,6 +165,13 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
 
     def __reduce__(self) -> NoReturn:
         raise NotImplementedError(REFUSED_COPY)
+
+
+def watch_parameters(module: nn.Module, shown_parameters: ShownParameters) -> None:
+    """Replace the ``_parameters`` of the modules in ``module`` by dicts that show others."""
+    for inner in _not_compiled(module):
+        if next(inner.parameters(recurse=False), None) is not None:
+            inner._parameters = WatchedParameters(inner._parameters, shown_parameters)
 
 
 def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:

@@ -25,20 +25,20 @@ class Trainability:
         self.parameters = list(sharded)
         self._sharded = list(sharded.values())
         self.flags = read_flags(self.parameters)  # True for those that are trained
-        self.num_changes = 0  # of flags
+        self.num_changes = 0  # changes of flags
         self.name_of: dict[nn.Parameter, str] = {}
         for unit in units:
             unit.find_trained()
             for group in unit.groups:
                 self.name_of.update(zip(group.parameters, group.names))
         self.names = [self.name_of[parameter] for parameter in self.parameters]
-        # Those that were frozen when the model was sharded: they have no gradients.
+        # Parameters that were frozen when the model was sharded: they have no gradients.
         self._frozen = []
         for parameter, is_trained in zip(self.parameters, self.flags):
             if not is_trained:
                 self._frozen.append(parameter)
 
-    def follow(self) -> None:
+    def sync_requires_grad(self) -> None:
         """Set a flag that code has changed on one of the two parameters on the other one too."""
         # These are equal in every step but the first after a change.
         compute = read_flags(self.parameters)
@@ -54,13 +54,13 @@ class Trainability:
         for unit in self._units:
             unit.find_trained()
 
-    def follow_one(self, compute: nn.Parameter) -> None:
-        """Follow the flags, before code gets one of the two parameters, if theirs differ."""
+    def sync_requires_grad_of(self, compute: nn.Parameter) -> None:
+        """Sync all flags if those of one parameter differ, before code gets either of the two."""
         # In `module.requires_grad_(False)` and then `module.head.weight.requires_grad_(True)`, the
         # first sets the sharded parameter, the second may set the compute parameter.
         first, second = read_flags([compute, self._sharded_of[compute]])
         if first != second:
-            self.follow()
+            self.sync_requires_grad()
 
     def refuse_thawed(self) -> None:
         """Refuse a backward for parameters that were frozen when the model was sharded."""

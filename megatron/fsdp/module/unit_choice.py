@@ -36,7 +36,8 @@ def find_units(
     classes = tuple(entry for entry in unit_modules if isinstance(entry, type))
     instances = {entry for entry in unit_modules if isinstance(entry, nn.Module)}
     units: dict[nn.Module, Unit] = {root: Unit("", root)}
-    inside_named: dict[str, bool] = {}  # by the path of a module: it, or one around it, is named
+    # By the path of a module: True if it, or one around it, is named.
+    inside_named: dict[str, bool] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         is_named = isinstance(module, classes) or module in instances
         is_inside = inside_named.get(_parent(path), False)
@@ -92,7 +93,8 @@ def _owners_of_parameters(
     unit_of = {unit.module: unit for unit in units}
     root = units[0].module
     assert root is not None  # only units of shared parameters have no module
-    units_around: dict[str, tuple[Unit, ...]] = {}  # by path, outermost first, its own included
+    # By the path of a module: the units around it, outermost first, and its own.
+    units_around: dict[str, tuple[Unit, ...]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         enclosing = units_around.get(_parent(path), ())
         if module in unit_of:
@@ -123,7 +125,7 @@ def merge_small_units(
         units: all units, the root first; those that are merged are removed.
         parameters_of: their parameters by name, which move to the root.
         limit: bytes of parameters that the root's unit may have. None: the size of the largest
-            unit that the user named, 0 if there is none.
+            unit that the user named, 0 without any.
     """
     # The smallest first. Their weights stay unsharded while the root computes. Example: a final
     # norm, and an embedding that is small in comparison with a layer.
@@ -148,7 +150,7 @@ def merge_small_units(
         # A tied weight comes before its sharers; those that need one that stays behind stay too.
         is_alone = all(shared is root for shared in unit.shared)
         # Unequal slices would shift the root's other parameters differently on different ranks.
-        is_uneven = any(has_uneven_slices(each) for each in parameters_of[unit].values())
+        is_uneven = any(has_uneven_slices(parameter) for parameter in parameters_of[unit].values())
         if is_automatic and is_alone and not is_uneven and sizes[unit] <= room:
             room -= sizes[unit]
             merged.add(unit)

@@ -110,7 +110,7 @@ def gather_on_first_rank(state: dict[str, Any]) -> dict[str, Any]:
     # The other ranks, which get an empty dict, have one whole tensor at a time.
     gathered: dict[str, Any] = {}
     is_first = dist.get_rank() == 0
-    values: dict[int, Any] = {}  # by the part of a DTensor, which tied weights share
+    values: dict[int, Any] = {}  # keys: parts of DTensors, which tied weights share
     for name, value in state.items():
         key = id(getattr(value, "part", None) or value)
         if key not in values:

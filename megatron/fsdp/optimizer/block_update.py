@@ -23,9 +23,9 @@ from megatron.fsdp.config.offload import Offload
 from megatron.fsdp.engine.device import CpuStreams, Pending, Streams
 from megatron.fsdp.optimizer.flat_segments import Segment, State
 from megatron.fsdp.optimizer.optimizer_state import (
+    GroupSettings,
     OptimizerClass,
     Params,
-    Setting,
     elementwise_class,
     has_counters_on_device,
 )
@@ -47,7 +47,10 @@ def refuse_state_in_files(kind: OptimizerClass, offload: Offload | None) -> None
 
 
 def update_segments(
-    step: Step, flat: Sequence[Sequence[Segment]], state: State, param_groups: Sequence[Setting]
+    step: Step,
+    flat: Sequence[Sequence[Segment]],
+    state: State,
+    param_groups: Sequence[GroupSettings],
 ) -> None:
     """Update the segments of each param group: together on the device, offloaded ones in blocks.
 
@@ -78,8 +81,8 @@ def update_segments(
 class Flat(NamedTuple):
     """A flat tensor to update, of one param group of the optimizer."""
 
-    number: int  # of the param group
-    weight: torch.Tensor  # with its gradient
+    number: int  # number of the param group
+    weight: torch.Tensor  # weight with its gradient
     entries: Entries
     memory: HostMemory
 

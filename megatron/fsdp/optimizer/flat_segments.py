@@ -35,7 +35,7 @@ from megatron.fsdp.engine.loops_in_c import are_same, attributes, concatenated
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.optimizer.host_state import flat_moment, is_expanded
-from megatron.fsdp.optimizer.optimizer_state import Setting, Slots, parameters_of
+from megatron.fsdp.optimizer.optimizer_state import GroupSettings, ParamState, parameters_of
 
 # Elements; a multiple of what one vector instruction computes, in any dtype.
 BLOCK = 64
@@ -43,7 +43,7 @@ BLOCK = 64
 # make three temporary tensors of its size, which would be the most memory that a step needs.
 LARGEST = 1 << 19
 
-State = defaultdict[torch.Tensor, Slots]  # of an optimizer
+State = defaultdict[torch.Tensor, ParamState]  # of an optimizer
 
 
 @dataclass
@@ -51,9 +51,9 @@ class Member:
     """A parameter in a run."""
 
     sharded_param: ShardedParam
-    slots: Slots  # its state in the optimizer
+    param_state: ParamState  # state in the optimizer
     has_grad: bool
-    start: int  # its first element in the main shard of its group
+    start: int  # first element in the main shard of its group
     stop: int  # behind the last one; equal to `start` if this rank owns none
     counts: list[float] = field(default_factory=list)  # the values of its counters
 
@@ -66,7 +66,7 @@ class Member:
     def signature(self) -> tuple[tuple[str, bool, torch.dtype], ...]:
         """Names and dtypes of the state, which the members of a run have in common."""
         entries = []
-        for name, value in self.slots.items():
+        for name, value in self.param_state.items():
             entries.append((name, isinstance(value, DTensor), value.dtype))
         return tuple(entries)
 
@@ -80,7 +80,7 @@ class Segment:
 
     members: list[Member]
     weight: torch.Tensor  # the flat range of the main weights
-    start: int  # its position in the main shard
+    start: int  # position in the main shard
     grad_offset: int = 0  # the gradient's position in its storage, from `find_gradient`
 
     @property
@@ -122,15 +122,15 @@ class Counters:
     def __init__(self, name: str, members: Sequence[Member]):
         self._name = name
         self._members = members
-        self._vector = torch.stack([member.slots[name] for member in members])
+        self._vector = torch.stack([member.param_state[name] for member in members])
         for index, (member, count) in enumerate(zip(members, self._vector.tolist())):
-            member.slots[name] = self._vector[index]
+            member.param_state[name] = self._vector[index]
             member.counts.append(count)
 
     def count_segments(self, segments: Sequence[Segment], state: State) -> None:
         """Put a counter of each segment, equal to that of its members, into ``state``."""
         position_of = {id(member): index for index, member in enumerate(self._members)}
-        counted: list[Segment] = []  # those with this counter
+        counted: list[Segment] = []  # segments with this counter
         first_members: list[int] = []  # the position of the first member of each
         segment_of_member = [0] * len(self._members)
         for segment in segments:
@@ -174,8 +174,8 @@ class Segments:
             for parameter, gradient in zip(group["params"], gradients):
                 member = None
                 if is_linked(parameter):
-                    slots = optimizer.state.get(parameter, {})
-                    member = _member_of(parameter, slots, group, gradient is not None)
+                    param_state = optimizer.state.get(parameter, {})
+                    member = _member_of(parameter, param_state, group, gradient is not None)
                 if member is None:
                     others.append(parameter)
                 else:
@@ -192,8 +192,8 @@ class Segments:
             counters.count_segments(self.all(), self.state)
         # What the segments were made from, to notice changes.
         self._settings = _settings_of(optimizer)
-        self._slots = list(optimizer.state.values())
-        self._slot_values = _values_of(self._slots)
+        self._param_states = list(optimizer.state.values())
+        self._state_values = _values_of(self._param_states)
 
     def all(self) -> list[Segment]:
         """List the segments of all param groups."""
@@ -208,12 +208,12 @@ class Segments:
         """Return True if parameters, settings and state are those that segments were made from."""
         if any(counters.have_changed for counters in self.counters):
             return False
-        slots = list(optimizer.state.values())
+        param_states = list(optimizer.state.values())
         return (
             self._settings == _settings_of(optimizer)
             and are_same(self.parameters, parameters_of(optimizer))
-            and are_same(self._slots, slots)
-            and are_same(self._slot_values, _values_of(slots))
+            and are_same(self._param_states, param_states)
+            and are_same(self._state_values, _values_of(param_states))
         )
 
     def _divide(self, run: Run) -> Iterator[Segment]:
@@ -221,8 +221,8 @@ class Segments:
         start = run[0].start
         stop = _stop_of(run)
         main = run[0].sharded_param.group.main_shard
-        flat_moments: Slots = {}
-        for name, value in run[0].slots.items():
+        flat_moments: ParamState = {}
+        for name, value in run[0].param_state.items():
             if isinstance(value, DTensor):
                 flat_moments[name] = _flat_moment(name, run, start, stop - start)
         for members in _parts(run):
@@ -245,8 +245,8 @@ def _settings_of(optimizer: Optimizer) -> list[tuple[int, bool, bool]]:
     return settings
 
 
-def _values_of(slots: Iterable[Slots]) -> list[Any]:
-    return concatenated(map(dict.values, slots))
+def _values_of(param_states: Iterable[ParamState]) -> list[Any]:
+    return concatenated(map(dict.values, param_states))
 
 
 # ---- parameters
@@ -257,26 +257,26 @@ def _shard_range(group: ParamGroup, index: int) -> tuple[int, int]:
 
 
 def _member_of(
-    parameter: torch.Tensor, slots: Slots, group: Setting, has_grad: bool
+    parameter: torch.Tensor, param_state: ParamState, group: GroupSettings, has_grad: bool
 ) -> Member | None:
     """Return a sharded parameter as a member of a run, or None if it is updated by itself."""
     sharded_param = sharded_param_of(parameter)
     start, stop = _shard_range(sharded_param.group, sharded_param.index)
-    member = Member(sharded_param, slots, has_grad, start, stop)
+    member = Member(sharded_param, param_state, has_grad, start, stop)
     is_plain_sgd = "dampening" in group and group["momentum"] == 0  # which has no state
-    if (slots or is_plain_sgd) and _can_be_flat(member, group):
+    if (param_state or is_plain_sgd) and _can_be_flat(member, group):
         return member
     _allocate_alone(member)
     return None
 
 
-def _can_be_flat(member: Member, group: Setting) -> bool:
+def _can_be_flat(member: Member, group: GroupSettings) -> bool:
     """Return True if a parameter and its state can be updated as a part of a flat tensor."""
     weight = local_tensor(member.sharded_param.parameter)
     is_partial = _needs_blocks(group, weight.dtype) and weight.numel() % BLOCK
     if is_partial or not weight.is_floating_point():
         return False
-    for value in member.slots.values():
+    for value in member.param_state.values():
         if isinstance(value, DTensor):
             shard = local_tensor(value)
             if type(shard) is not torch.Tensor:
@@ -290,14 +290,14 @@ def _can_be_flat(member: Member, group: Setting) -> bool:
     return True
 
 
-def _needs_blocks(group: Setting, dtype: torch.dtype) -> bool:
+def _needs_blocks(group: GroupSettings, dtype: torch.dtype) -> bool:
     """Return True if flat tensors must consist of whole blocks of :data:`BLOCK` elements."""
     # On a CPU, elements at the end of a tensor that fill no vector are computed one by one. Fused
     # kernels, and kernels for 16-bit dtypes, round these otherwise than vectors.
     return bool(group.get("fused")) or dtype.itemsize < 4
 
 
-def _runs(members: Sequence[Member], group: Setting) -> list[Run]:
+def _runs(members: Sequence[Member], group: GroupSettings) -> list[Run]:
     """Return the runs of the members of one param group."""
     members_of: dict[ParamGroup, dict[int, Member]] = defaultdict(dict)
     for member in members:
@@ -370,7 +370,7 @@ def _add_empty(member: Member, runs: list[Run]) -> None:
 def _counters(runs_of_group: Iterable[list[Run]]) -> list[Counters]:
     members_of: dict[Any, list[Member]] = defaultdict(list)
     for member in concatenated(concatenated(runs_of_group)):
-        for name, value in member.slots.items():
+        for name, value in member.param_state.items():
             if not isinstance(value, DTensor):
                 members_of[name, value.dtype, value.device].append(member)
     return [Counters(name, members) for (name, _, _), members in members_of.items()]
@@ -380,16 +380,16 @@ def _flat_moment(name: str, run: Run, start: int, numel: int) -> torch.Tensor:
     """Make the local tensors of a moment views of one flat tensor, and return it."""
     values = []
     for member in run:
-        values.append((member.start - start, local_tensor(member.slots[name])))
+        values.append((member.start - start, local_tensor(member.param_state[name])))
     flat = flat_moment(run[0].sharded_param.group.memory, values, numel)
     for member, (offset, value) in zip(run, values):
         view = flat[offset : offset + value.numel()].view(value.shape)
-        member.slots[name]._local_tensor = view
+        member.param_state[name]._local_tensor = view
     return flat
 
 
 def _allocate_alone(member: Member) -> None:
     """Give the new moments of a parameter that is in no segment their memory."""
-    for name, value in member.slots.items():
+    for name, value in member.param_state.items():
         if isinstance(value, DTensor) and is_expanded(local_tensor(value)):
             _flat_moment(name, [member], member.start, member.stop - member.start)

@@ -31,8 +31,8 @@ from megatron.fsdp.optimizer.host_state import moved, new_moment
 
 OptimizerClass = type[Optimizer]
 
-Setting = dict[str, Any]  # the settings of a param group, by name
-Slots = dict[str, Any]  # the state of one parameter, by name
+GroupSettings = dict[str, Any]  # the settings of a param group, by name
+ParamState = dict[str, Any]  # the state of one parameter, by name
 Params = Sequence[Sequence[torch.Tensor]]  # tensors to update, of each param group
 
 _ADAM = ("exp_avg", "exp_avg_sq")
@@ -86,7 +86,7 @@ def elementwise_class(kind: OptimizerClass) -> OptimizerClass | None:
     return None
 
 
-def _initial_moments(known: OptimizerClass, group: Setting) -> list[str]:
+def _initial_moments(known: OptimizerClass, group: GroupSettings) -> list[str]:
     """Return the names of the moments that can exist before the first step."""
     # The first step with dampening differs from one that finds state, and the next two keep the
     # learning rate of the first step: it must create their state.
@@ -102,9 +102,9 @@ def _initial_moments(known: OptimizerClass, group: Setting) -> list[str]:
 def initial_state(
     optimizer: Optimizer,
     kind: OptimizerClass,
-    group: Setting,
+    group: GroupSettings,
     parameter: nn.Parameter,
-) -> Slots:
+) -> ParamState:
     """Return the state that the first step would create; none if only that step can do so.
 
     Args:
@@ -119,7 +119,7 @@ def initial_state(
     names = _initial_moments(known, group)
     if not names:
         return {}
-    slots: Slots = {}
+    param_state: ParamState = {}
     if known is not torch.optim.SGD:  # all others count steps
         dtype = torch.float32
         if torch.get_default_dtype() == torch.float64 and not group.get("fused"):
@@ -127,23 +127,23 @@ def initial_state(
         device = torch.device("cpu")
         if has_counters_on_device(group):
             device = parameter.device
-        slots["step"] = torch.zeros((), dtype=dtype, device=device)
+        param_state["step"] = torch.zeros((), dtype=dtype, device=device)
         if known is torch.optim.NAdam:
-            slots["mu_product"] = torch.ones((), dtype=dtype, device=device)
+            param_state["mu_product"] = torch.ones((), dtype=dtype, device=device)
     value = 0.0
     if known is torch.optim.Adagrad:
         value = optimizer.defaults["initial_accumulator_value"]
     for name in names:
-        slots[name] = new_moment(parameter, value)
-    return slots
+        param_state[name] = new_moment(parameter, value)
+    return param_state
 
 
-def has_counters_on_device(group: Setting) -> bool:
+def has_counters_on_device(group: GroupSettings) -> bool:
     """Return True if counters of a param group are on the device of its parameters."""
     return bool(group.get("capturable") or group.get("fused"))
 
 
-def makes_state_late(kind: OptimizerClass, group: Setting) -> bool:
+def makes_state_late(kind: OptimizerClass, group: GroupSettings) -> bool:
     """Return True for an optimizer of torch that has state, but none before its first step."""
     known = elementwise_class(kind)
     if known is None or (known is torch.optim.SGD and group["momentum"] == 0):
@@ -154,17 +154,17 @@ def makes_state_late(kind: OptimizerClass, group: Setting) -> bool:
 # ---- sharding and state dicts
 
 
-def elementwise_names(states: Iterable[tuple[ShardedParam, Slots]]) -> set[str]:
+def elementwise_names(states: Iterable[tuple[ShardedParam, ParamState]]) -> set[str]:
     """Return the names of the entries that are sharded like their parameters."""
     # They are DTensors for some parameter, or have the shape of the parameter for all of them.
     # Parameters of one element are left out, because step counts may have the same shape.
     sharded: set[str] = set()
     fits: dict[str, bool] = {}
-    for sharded_param, slots in states:
+    for sharded_param, param_state in states:
         shape = sharded_param.flat_range.shape
         if prod(shape) <= 1:
             continue
-        for name, value in slots.items():
+        for name, value in param_state.items():
             if _is_like(value, sharded_param):
                 sharded.add(name)
             elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
@@ -173,19 +173,21 @@ def elementwise_names(states: Iterable[tuple[ShardedParam, Slots]]) -> set[str]:
     return sharded
 
 
-def shard_slots(sharded_param: ShardedParam, slots: Slots, names: set[str]) -> Slots:
+def shard_param_state(
+    sharded_param: ShardedParam, param_state: ParamState, names: set[str]
+) -> ParamState:
     """Return the state of a parameter with shards in place of element-wise tensors.
 
     Args:
         sharded_param: the parameter.
-        slots: whole tensors, or DTensors that are divided in any way; not changed.
+        param_state: whole tensors, or DTensors that are divided in any way; not changed.
         names: those of the element-wise entries, from :func:`elementwise_names`.
 
     Raises:
         ValueError: if a tensor does not have the parameter's shape.
     """
     sharded = {}
-    for name, value in slots.items():
+    for name, value in param_state.items():
         if _is_elementwise(name, value, sharded_param, names):
             value = moved(sharded_param.sharded_like(value), sharded_param.parameter)
         sharded[name] = value
@@ -209,10 +211,10 @@ def _is_like(value: Any, sharded_param: ShardedParam) -> bool:
     return value.shape in (sharded_param.slice.shape, sharded_param.parameter.shape)
 
 
-def checkpoint_slots(sharded_param: ShardedParam, slots: Slots) -> Slots:
-    """Return ``slots`` with sharded tensors in a form that torch's checkpoint can save and load."""
+def checkpoint_param_state(sharded_param: ShardedParam, param_state: ParamState) -> ParamState:
+    """Return ``param_state`` with sharded tensors in the form of torch's checkpoint."""
     converted = {}
-    for name, value in slots.items():
+    for name, value in param_state.items():
         if isinstance(value, UnevenDTensor) and _is_like(value, sharded_param):
             value = sharded_param.checkpoint_tensor(value)
         converted[name] = value
@@ -220,7 +222,9 @@ def checkpoint_slots(sharded_param: ShardedParam, slots: Slots) -> Slots:
 
 
 def refuse_local_state(
-    optimizer: str, states: Sequence[tuple[ShardedParam, Slots]], groups: list[dist.ProcessGroup]
+    optimizer: str,
+    states: Sequence[tuple[ShardedParam, ParamState]],
+    groups: list[dist.ProcessGroup],
 ) -> None:
     """Raise an error if ranks have different state where a checkpoint has one copy; a collective.
 
@@ -234,9 +238,9 @@ def refuse_local_state(
     """
     # A checkpoint has one copy of an entry that is no DTensor: that of any rank.
     entries = []
-    for sharded_param, slots in states:
+    for sharded_param, param_state in states:
         mesh = sharded_param.parameter.device_mesh.mesh.tolist()  # others have other experts
-        for name, value in slots.items():
+        for name, value in param_state.items():
             content = "\0".join([_content(leaf) for leaf in tree_leaves(value)])
             entries.append(f"{sharded_param.name}[{name!r}]\0{mesh}\0{content}")
     found = [text.split("\0") for text in agree(entries, groups)]
@@ -287,7 +291,7 @@ class NamedGroup(dict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())  # files need no class of ours
 
 
-def match_groups(groups: list[Setting], saved: list[Setting]) -> list[Setting]:
+def match_groups(groups: list[GroupSettings], saved: list[GroupSettings]) -> list[GroupSettings]:
     """Return saved groups, and the parameters in each, in the order of ``groups``, by name.
 
     Raises:
@@ -324,15 +328,15 @@ def _end_alike(own_names: list[list[str]], saved_names: list[list[str]]) -> bool
     """Return True if each saved name is ours, in the same order, or ours behind a prefix."""
     if len(own_names) != len(saved_names):
         return False
-    for own, saved in zip(own_names, saved_names):
-        if len(own) != len(saved):
+    for own_group, saved_group in zip(own_names, saved_names):
+        if len(own_group) != len(saved_group):
             return False
-        if not all(name.endswith(end) for name, end in zip(saved, own)):
+        if not all(name.endswith(end) for name, end in zip(saved_group, own_group)):
             return False
     return True
 
 
-def _names_with_prefix(group: Setting, own_names: set[str]) -> list[str]:
+def _names_with_prefix(group: GroupSettings, own_names: set[str]) -> list[str]:
     """Return a saved group's names with the prefix ``module.``, which unsharded models lack."""
     # torch's `set_state_dict` replaces numbers by names, in the order of our group, and does not
     # change `param_names`.

@@ -25,7 +25,12 @@ from megatron.fsdp.engine.planner import cuts_are_aligned
 from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.optimizer.flat_update import run_step
 from megatron.fsdp.optimizer.matrix.owners import matrix_class
-from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, Setting, Slots, parameters_of
+from megatron.fsdp.optimizer.optimizer_state import (
+    GroupSettings,
+    OptimizerClass,
+    ParamState,
+    parameters_of,
+)
 
 SMALLEST = 4096  # elements of a parameter whose moments torchao quantizes
 
@@ -79,23 +84,23 @@ class LocalUpdate:
     def step(self, optimizer: Optimizer) -> None:
         """Update all parameters of ``optimizer`` that have a gradient."""
         params: list[list[torch.Tensor]] = []
-        state: defaultdict[torch.Tensor, Slots] = defaultdict(dict)
+        state: defaultdict[torch.Tensor, ParamState] = defaultdict(dict)
         for group in optimizer.param_groups:
             params.append([])
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 local = local_tensor(parameter).detach()
-                slots = optimizer.state[parameter]
+                param_state = optimizer.state[parameter]
                 if is_linked(parameter):
-                    if not slots:  # it was frozen before
+                    if not param_state:  # it was frozen before
                         sharded_param = sharded_param_of(parameter)
-                        slots.update(self._first_state(optimizer, group, sharded_param))
+                        param_state.update(self._first_state(optimizer, group, sharded_param))
                     if not local.numel():
-                        slots["step"] += 1
+                        param_state["step"] += 1
                         continue
-                    slots = {name: local_tensor(value) for name, value in slots.items()}
-                state[local] = slots
+                    param_state = {name: local_tensor(value) for name, value in param_state.items()}
+                state[local] = param_state
                 local.grad = local_tensor(parameter.grad).to(local.dtype)
                 params[-1].append(local)
         run_step(self._step, optimizer, params, state)
@@ -106,29 +111,31 @@ class LocalUpdate:
             for parameter in group["params"]:
                 if not parameter.requires_grad or not is_linked(parameter):
                     continue
-                slots = self._first_state(optimizer, group, sharded_param_of(parameter))
+                param_state = self._first_state(optimizer, group, sharded_param_of(parameter))
                 for name, value in optimizer.state[parameter].items():
                     local = local_tensor(value)
-                    first = local_tensor(slots.get(name, value))
+                    first = local_tensor(param_state.get(name, value))
                     if type(local) is type(first):
-                        slots[name] = value
+                        param_state[name] = value
                     else:
                         first.copy_(local)
-                optimizer.state[parameter] = slots
+                optimizer.state[parameter] = param_state
 
-    def _first_state(self, optimizer: Any, group: Setting, sharded_param: ShardedParam) -> Slots:
+    def _first_state(
+        self, optimizer: Any, group: GroupSettings, sharded_param: ShardedParam
+    ) -> ParamState:
         local = local_tensor(sharded_param.parameter).detach()
         names = ["exp_avg", "exp_avg_sq"]
         if group["amsgrad"]:
             names.append("max_exp_avg_sq")
-        slots: Slots = {"step": torch.tensor(0.0)}
+        param_state: ParamState = {"step": torch.tensor(0.0)}
         for name in names:
             if local.numel() and self._has_blocks(sharded_param):
                 moment = optimizer._subclass_zeros(local, name == "exp_avg", self._size)
             else:
                 moment = torch.zeros_like(local)
-            slots[name] = sharded_param.over(moment)
-        return slots
+            param_state[name] = sharded_param.over(moment)
+        return param_state
 
     def _has_blocks(self, sharded_param: ShardedParam) -> bool:
         numel = prod(sharded_param.flat_range.shape)

@@ -32,8 +32,8 @@ from megatron.fsdp.optimizer.matrix.owners import refuse_vectors
 from megatron.fsdp.optimizer.optimizer_state import (
     NamedGroup,
     OptimizerClass,
-    Slots,
-    checkpoint_slots,
+    ParamState,
+    checkpoint_param_state,
     elementwise_class,
     elementwise_names,
     initial_state,
@@ -41,7 +41,7 @@ from megatron.fsdp.optimizer.optimizer_state import (
     match_groups,
     parameters_of,
     refuse_local_state,
-    shard_slots,
+    shard_param_state,
 )
 from megatron.fsdp.optimizer.quantized_state import LocalUpdate, quantizes_state
 
@@ -50,10 +50,10 @@ class ShardedOptimizer(Optimizer):
     """The methods that sharding adds to an optimizer; see [Note: the sharded optimizer]."""
 
     _fsdp_models: list[ShardedModule]
-    _fsdp_whole_models: list[ShardedModule]  # those whose parameters no other optimizer steps
-    _fsdp_ignored: list[nn.Parameter]  # that are not sharded
+    _fsdp_whole_models: list[ShardedModule]  # models that no other optimizer steps
+    _fsdp_ignored: list[nn.Parameter]  # parameters that are not sharded
     _fsdp_checkpoint_ready: bool
-    _fsdp_flat: FlatUpdate | LocalUpdate | OwnerUpdate | None  # None: it steps on the DTensors
+    _fsdp_update: FlatUpdate | LocalUpdate | OwnerUpdate | None  # None: it steps on the DTensors
     _fsdp_logs_gathers: bool  # the next step is the first one, which logs what it gathers
 
     def step(
@@ -63,7 +63,7 @@ class ShardedOptimizer(Optimizer):
         sync_grad_before_optimizer_step: bool = True,
         install_optimized_model_weights: bool = True,
     ) -> Any:
-        """Finish reductions, update the main weights, and cast them into the compute weights.
+        """Finish reductions and update the main weights; the next forward casts and gathers them.
 
         Args:
             closure: as in torch: computes the loss and its gradients, which are then reduced.
@@ -88,8 +88,8 @@ class ShardedOptimizer(Optimizer):
         arguments = []
         if closure is not None:
             arguments.append(reducing_closure)
-        if self._fsdp_flat is not None:
-            loss = _flat_step(self, *arguments)
+        if self._fsdp_update is not None:
+            loss = _step_of_update(self, *arguments)
         elif self._fsdp_logs_gathers:
             with gathered_bytes() as gathered:
                 loss = super().step(*arguments)
@@ -169,7 +169,7 @@ class ShardedOptimizer(Optimizer):
             self._refuse_local_state(sharded_params, state)
             for position, sharded_param in sharded_params.items():
                 if position in state:
-                    state[position] = checkpoint_slots(sharded_param, state[position])
+                    state[position] = checkpoint_param_state(sharded_param, state[position])
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -188,40 +188,40 @@ class ShardedOptimizer(Optimizer):
                 sharded_params[key] = by_position[position]
         state = self._sharded_state(sharded_params, state_dict["state"])
         self._refuse_local_state(sharded_params, state)
-        if isinstance(self._fsdp_flat, FlatUpdate):
-            self._fsdp_flat.forget()
+        if isinstance(self._fsdp_update, FlatUpdate):
+            self._fsdp_update.forget()
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
         self._make_missing_state()  # the saved optimizer may not have stepped yet
         self._warn_of_missing(sharded_params, state)
 
     def _sharded_state(
-        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Slots]
-    ) -> dict[Any, Slots]:
+        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, ParamState]
+    ) -> dict[Any, ParamState]:
         """Return loaded state with shards, given the parameters by the keys of the state dict."""
         loaded = []
         for key in sharded_params.keys() & state.keys():
             loaded.append((sharded_params[key], state[key]))
         current = []
-        for parameter, slots in self.state.items():
+        for parameter, param_state in self.state.items():
             if is_linked(parameter):
-                current.append((sharded_param_of(parameter), slots))
+                current.append((sharded_param_of(parameter), param_state))
         names = elementwise_names(loaded + current)
         sharded = dict(state)
-        for key, slots in state.items():
+        for key, param_state in state.items():
             if key not in sharded_params:
                 continue
             known = self.state.get(sharded_params[key].parameter)
-            if known and slots and known.keys().isdisjoint(slots):
+            if known and param_state and known.keys().isdisjoint(param_state):
                 raise ValueError(
                     f"{_user_class(self).__name__} got the state of another optimizer,"
-                    f" {', '.join(slots)}: hand it to"
+                    f" {', '.join(param_state)}: hand it to"
                     " megatron_fsdp.utils.state_of_other_optimizers first"
                 )
-            sharded[key] = shard_slots(sharded_params[key], slots, names)
+            sharded[key] = shard_param_state(sharded_params[key], param_state, names)
         return sharded
 
     def _warn_of_missing(
-        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Slots]
+        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, ParamState]
     ) -> None:
         kind = _user_class(self)
         if not state and any(makes_state_late(kind, group) for group in self.param_groups):
@@ -237,10 +237,11 @@ class ShardedOptimizer(Optimizer):
     def _refuse_local_state(
         self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Any]
     ) -> None:
-        # Flat segments are DTensors, and count the same steps. At level 0 ranks have all state.
-        if self._fsdp_flat is not None or not self._fsdp_checkpoint_ready:
+        # These updates keep all state in DTensors, with equal step counts on all ranks. At level 0
+        # every rank has all state.
+        if self._fsdp_update is not None or not self._fsdp_checkpoint_ready:
             return
-        groups: dict[Any, None] = {}  # in order, each one once
+        groups: dict[Any, None] = {}  # groups in order, each one once
         for model in self._fsdp_models:
             if model.strategy.shards_optimizer:
                 groups.update(dict.fromkeys(model._mesh.all_groups()))
@@ -279,11 +280,11 @@ class ShardedOptimizer(Optimizer):
             has_none = elementwise_class(kind) is torch.optim.SGD and group["momentum"] == 0
             for parameter in group["params"]:
                 if parameter.requires_grad and not self.state.get(parameter):
-                    slots = initial_state(self, kind, group, parameter)
-                    if slots or has_none:
-                        self.state[parameter] = slots
-        if self._fsdp_flat is not None:
-            self._fsdp_flat.prepare(self)
+                    param_state = initial_state(self, kind, group, parameter)
+                    if param_state or has_none:
+                        self.state[parameter] = param_state
+        if self._fsdp_update is not None:
+            self._fsdp_update.prepare(self)
 
     def _finish_communication(self, reduce: bool) -> None:
         for model in self._fsdp_models:
@@ -291,19 +292,19 @@ class ShardedOptimizer(Optimizer):
             # overwrite the new weights with the old ones.
             for group in model.groups:
                 group.wait_for_readers()
-            model._trainability.follow()
+            model._trainability.sync_requires_grad()
             if reduce:
                 model.finish_grad_sync()
 
 
 @Optimizer.profile_hook_step
-def _flat_step(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Update the main weights on flat segments, with torch's hooks around it."""
+def _step_of_update(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """Run this library's update in place of the optimizer's own, with torch's hooks around it."""
     loss = None
     if closure is not None:
         loss = closure()
-    assert optimizer._fsdp_flat is not None
-    optimizer._fsdp_flat.step(optimizer)
+    assert optimizer._fsdp_update is not None
+    optimizer._fsdp_update.step(optimizer)
     return loss
 
 
@@ -346,9 +347,9 @@ def shard_optimizer(optimizer: Optimizer, checkpoint_ready: bool = True) -> Opti
     sharded._fsdp_logs_gathers = True
     known = elementwise_class(kind)
     if known is not None:
-        sharded._fsdp_flat = FlatUpdate(known)
+        sharded._fsdp_update = FlatUpdate(known)
     else:
-        sharded._fsdp_flat = on_local or owner_update(sharded, kind)
+        sharded._fsdp_update = on_local or owner_update(sharded, kind)
     sharded._find_models()
     for model in sharded._fsdp_models:
         refuse_state_in_files(kind, model._settings.offload)
@@ -375,8 +376,10 @@ def swap_parameters(optimizer: Optimizer, model: ShardedModule) -> None:
     names = elementwise_names([(sharded_params[key], optimizer.state[key]) for key in unsharded])
     # One parameter at a time: its whole state is freed before the next one is sharded.
     for compute in unsharded:
-        slots = optimizer.state.pop(compute)
-        optimizer.state[replacements[compute]] = shard_slots(sharded_params[compute], slots, names)
+        param_state = optimizer.state.pop(compute)
+        optimizer.state[replacements[compute]] = shard_param_state(
+            sharded_params[compute], param_state, names
+        )
 
 
 # ---- checks
@@ -424,7 +427,7 @@ def check_optimizer(
         problems.check(_refuse_strangers, optimizer, set(module.parameters()))
         names = names_on_all_ranks(optimizer, module, settings)
         compared = compared_settings(optimizer, names, which)
-        problems.compare(compared, lambda: data_groups(settings.own_mesh))
+        problems.compare(compared, lambda: data_groups(settings.checked_mesh))
     problems.check(refuse_state_in_files, type(optimizer), settings.offload)
     if settings.gradients.are_decoupled and type(optimizer).__module__.startswith(
         ("torch.optim", "torchao.optim")

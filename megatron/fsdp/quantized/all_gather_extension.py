@@ -76,8 +76,8 @@ class ExtensionForm(StoredForm):
         self._main_dtype = main_dtype
         self._device = device
         self._shard: Any = None  # the weight of this rank's rows
-        self._metadata: Any = None  # from `fsdp_pre_all_gather`, for `fsdp_post_all_gather`
-        self._sent: list[torch.Tensor] = []  # on meta: what every rank sends
+        self._metadata: Any = None  # result of `fsdp_pre_all_gather`, for `fsdp_post_all_gather`
+        self._sent: list[torch.Tensor] = []  # meta tensors of what every rank sends
         self._compute: nn.Parameter | None = None  # the parameter that forwards read
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._separate: dict[torch.UntypedStorage, int] = {}  # outside the buffer, with its bytes

@@ -11,7 +11,7 @@ import torch
 from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.collectives import Gather
 from megatron.fsdp.engine.device import Pending, in_backward
-from megatron.fsdp.engine.param_group import ParamGroup, unshard
+from megatron.fsdp.engine.param_group import ParamGroup, unshard_groups
 from megatron.fsdp.engine.states import MainState, WeightState, change_state
 from megatron.fsdp.quantized.transformer_engine_weights import TransformerEngineForm
 
@@ -59,7 +59,7 @@ class TwoSidedGroup(ParamGroup):
         """Gather the rows for a forward in a backward, which recomputes activations."""
         if in_backward() and ROWS not in self._gathered:
             self._recomputes = True
-            unshard([self])
+            unshard_groups([self])
             self.wait_for_unshard()
 
     @property

@@ -47,7 +47,7 @@ def parts_of(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.
     for start, tensor in zip([0, *ends_of(tensors)], tensors):
         part = flat[start : start + tensor.nbytes].view(tensor.dtype)
         # Matrices that kernels want column by column keep their strides.
-        extent = 1  # from the first to the last element in memory
+        extent = 1  # elements in memory from the first to the last
         for size, step in zip(tensor.shape, tensor.stride()):
             extent += (size - 1) * step
         if extent == tensor.numel():

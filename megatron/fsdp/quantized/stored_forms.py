@@ -39,7 +39,7 @@ class FormKey(NamedTuple):
 
     form: type[StoredForm]
     alike: object  # the parameter's class, or its id if it is alone in its group
-    dtype: torch.dtype  # of the values that are sharded
+    dtype: torch.dtype  # dtype of the values that are sharded
 
 
 def form_of(parameter: nn.Parameter) -> FormKey:
@@ -197,7 +197,7 @@ def _problems_of(parameter: nn.Parameter, sharding: Sharding) -> Iterator[str]:
 
 def refuse_parameters(named: dict[str, nn.Parameter], sharding: Sharding) -> None:
     """Raise ``NotImplementedError`` for parameters that cannot be stored with these settings."""
-    names_of: dict[str, list[str]] = defaultdict(list)  # by reason
+    names_of: dict[str, list[str]] = defaultdict(list)  # names by reason
     for name, parameter in named.items():
         for reason in _problems_of(parameter, sharding):
             names_of[reason].append(name)

@@ -43,7 +43,7 @@ from megatron.fsdp.quantized.tensor_subclasses import users_attributes
 class Codes(NamedTuple):
     """The codes of a quantized class."""
 
-    bytes: Fraction  # of an element
+    bytes: Fraction  # bytes of an element
     sides: tuple[str, ...]  # the attributes with gathered codes; a second one for the backward
 
 
@@ -95,7 +95,9 @@ def replace_meta_weights(
     for module in root.modules():
         num_owners.update(module._parameters.values())
     for module in root.modules():
-        weights = {name: own for name, own in module._parameters.items() if own is not None}
+        weights = {
+            name: weight for name, weight in module._parameters.items() if weight is not None
+        }
         # Others are refused when they are initialised.
         are_alone = all(
             weight.is_meta and weight in names and num_owners[weight] == 1
@@ -138,7 +140,7 @@ class TransformerEngineForm(StoredForm):
         self._weights: list[Any] = list(parameters)
         self._group = group
         self._keeps_copies = keeps_copies
-        self._has_copies = False  # of the codes that were computed last
+        self._has_copies = False  # True if there are copies of the last codes
         self._format = CODES[type(parameters[0]).__name__]
         self.num_sides = len(self._format.sides)
         self._codes: Layout | None = None

@@ -19,7 +19,7 @@ class PublishedCollective(NamedTuple):
 
     ranks: Ranks
     number: int  # among the collectives of these ranks, from 0
-    begin: float  # in seconds since the epoch, by the clock of its rank
+    begin: float  # seconds since the epoch, by the clock of its rank
     what: str  # operation, operand and unit, which all ranks must have in common
 
 
@@ -45,7 +45,7 @@ def first_difference(sequences: Sequences) -> str | None:
 
 def _difference_in(ranks: Ranks, sequences: Sequences) -> tuple[float, str] | None:
     """Return the first difference in a process group, with the time of its first collective."""
-    numbered: dict[int, dict[int, PublishedCollective]] = {}  # by rank and number
+    numbered: dict[int, dict[int, PublishedCollective]] = {}  # collectives by rank and number
     for rank in ranks:
         published = sequences.get(rank)
         if published is not None:

@@ -83,9 +83,9 @@ class Remembered(NamedTuple):
     dtype: torch.dtype | None
     phase: str
     ranks: Ranks
-    group: str  # its name, which differs between groups of the same ranks
+    group: str  # name of the group, which differs between groups of the same ranks
     number: int  # among the collectives of these ranks, from 0
-    begin: float  # in seconds since the epoch
+    begin: float  # seconds since the epoch
 
     def __str__(self) -> str:
         text = self.name
@@ -94,7 +94,7 @@ class Remembered(NamedTuple):
             if self.dtype is not None:
                 text += f" {str(self.dtype).removeprefix('torch.')}"
         if self.unit:
-            text += f" of {self.unit}{self.phase}"
+            text += f" of unit {self.unit!r}{self.phase}"
         return text
 
 
@@ -138,7 +138,7 @@ class LastCollectives(Observer):
             num_bytes += operand.nbytes
         begun = Remembered(
             name,
-            unit="" if kind == observe.OTHER else observe.last_unit,
+            unit="" if kind == observe.OTHER else observe.unit_of_last_work,
             num_bytes=num_bytes,
             dtype=operands[0].dtype if operands else None,
             phase=phase,
@@ -175,7 +175,7 @@ class LastCollectives(Observer):
 class Answer(NamedTuple):
     """The answer of a rank to one whose collective has failed."""
 
-    place: str  # in the program, of its main thread
+    place: str  # position of the main thread in the program
     collectives: list[PublishedCollective]
 
 
@@ -357,7 +357,7 @@ def watch() -> None:
     _worlds.add(world)
     _num_worlds += 1
     _failures = None
-    observe.memory = None
+    observe.failure_observer = None
     store = dist.distributed_c10d._get_default_store()
     if world.size() == 1 or not isinstance(_underlying(store), (TCPStore, FileStore)):
         return
@@ -365,7 +365,7 @@ def watch() -> None:
     own_store = PrefixStore(f"fsdp_failures/{_num_worlds}", connection)
     last = LastCollectives(world.rank())
     _failures = Failures(own_store, world.rank(), world.size(), last)
-    observe.memory = last
+    observe.failure_observer = last
 
 
 def explanation_of(error: BaseException) -> str | None:

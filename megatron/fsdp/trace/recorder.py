@@ -30,16 +30,16 @@ class TraceEntry:
     """One collective, range, allocation or release."""
 
     track: str  # a kind of collectives, or one of the tracks above
-    name: str  # of the operation, such as all_gather, or of the work, such as unshard
-    unit: str  # its name; empty if it belongs to none
-    phase: str  # in which it began
+    name: str  # name of the operation, such as all_gather, or of the work, such as unshard
+    unit: str  # name of the unit; empty if it belongs to none
+    phase: str  # phase in which it began
     microbatch: int | None  # [Note: microbatches]; None in the phase "step"
-    begin: float  # in seconds since the epoch; [Note: recorded times]
+    begin: float  # seconds since the epoch; [Note: recorded times]
     end: float | None = None  # None until it is over
-    ranks: tuple[int, ...] = ()  # of the process group, for a collective
-    number: int = 0  # of a collective among those of the same ranks since the start, from 0
-    num_bytes: int = 0  # of the whole operands, such as the result of an all-gather, or of storage
-    dtype: str = ""  # of the operands, such as bfloat16, or bfloat16+float32 of several
+    ranks: tuple[int, ...] = ()  # ranks of the process group, for a collective
+    number: int = 0  # number of a collective among those of the same ranks, from 0
+    num_bytes: int = 0  # bytes of the whole operands (the result of an all-gather), or of storage
+    dtype: str = ""  # dtype of the operands, such as bfloat16, or bfloat16+float32 of several
 
     @property
     def is_collective(self) -> bool:
@@ -95,7 +95,7 @@ class Recorder(Observer):
             microbatch = max(self._num_passes[phase] - 1, 0)
         if unit is None:
             unit = self._units[-1] if self._units else ""
-        dtypes: dict[str, None] = {}  # in order, each one once
+        dtypes: dict[str, None] = {}  # dtypes in order, each one once
         num_bytes = 0
         for operand in operands:
             num_bytes += operand.numel() * operand.element_size()
@@ -133,7 +133,7 @@ class Recorder(Observer):
         self._units.pop()
         begun.end = self.now()
 
-    def begin_backward(self, unit: str) -> None:
+    def begin_unit_backward(self, unit: str) -> None:
         """Add the backward of a unit, which ends with that of the next one or with the pass."""
         self.end_backward_pass()
         self._backward = self.add(COMPUTE, BACKWARD, unit)

@@ -354,7 +354,7 @@ def _checkpoints_in(root: str) -> str:
 
 
 def _damage_of(path: Path, args: argparse.Namespace) -> str | None:
-    """Describe the damage of a checkpoint that one process finds quickly, None if there is none.
+    """Describe the damage of a checkpoint that one process finds quickly, None if it is whole.
 
     It finds missing, truncated and foreign files, changed small files, and unreadable arguments.
     All ranks verify the tensors later.

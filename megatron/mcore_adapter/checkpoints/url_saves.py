@@ -136,7 +136,7 @@ def found_for_all(find: Callable[[], CheckpointSource | None]) -> CheckpointSour
     This is a collective.
 
     Args:
-        find: finds the checkpoint, on the first rank; returns None if there is none.
+        find: finds the checkpoint, on the first rank; returns None without one.
 
     Returns:
         The checkpoint, with the path of this node's copy.

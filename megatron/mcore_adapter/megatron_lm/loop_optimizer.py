@@ -111,7 +111,7 @@ def load_state_dict(optimizer: DistributedOptimizer, state_dict: dict[str, Any])
     for chunk in optimizer.model_chunks:
         # The weights of virtual stages were read in place, and the loop then loads no model.
         for group in chunk.module.groups:
-            group.install_main_weights()
+            group.mark_main_weights_changed()
 
 
 def _settings(

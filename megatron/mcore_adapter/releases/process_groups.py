@@ -38,7 +38,7 @@ def initialize_model_parallel(*, create_all_gather_group: bool, **settings: Any)
 def all_gather_group(
     pg_collection: ProcessGroupCollection | None, data_parallel: dist.ProcessGroup
 ) -> dist.ProcessGroup:
-    """Return the separate group for all-gathers of weights, which is made if there is none.
+    """Return the separate group for all-gathers of weights, which is made if it is missing.
 
     That is a collective over the ranks of ``data_parallel``, the group for reduce-scatters.
     """
@@ -89,4 +89,4 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(function).parameters
     if name in parameters:
         return True
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -153,7 +153,7 @@ def _found_by_import(package: str) -> Path | None:
 
 
 def read_release(core: Path) -> Release | None:
-    """Return the release in a folder ``megatron/core``, or None if there is none."""
+    """Return the release in a folder ``megatron/core``, or None if it has no release."""
     file = core / "package_info.py"
     if not file.is_file():
         return None

@@ -76,7 +76,7 @@ class LastWork(observe.Observer):
         """Record work on a unit."""
         self.work = (work, unit)
 
-    def begin_backward(self, unit: str) -> None:
+    def begin_unit_backward(self, unit: str) -> None:
         """Record the backward of a unit."""
         self.work = (observe.BACKWARD, unit)
 

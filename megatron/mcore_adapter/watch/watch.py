@@ -352,7 +352,7 @@ class Watch:
 def error_file(save: str | None) -> Path:
     """Return the path of this rank's file for errors.
 
-    It is in ``errors`` in the directory of checkpoints; or in a temporary one if there is none, or
+    It is in ``errors`` in the directory of checkpoints; or in a temporary one without it, or
     if the checkpoints are at a URL. The file exists only after an error, and its modification time
     shows other ranks whether that was a moment ago.
     """

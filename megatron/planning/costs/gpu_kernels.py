@@ -53,7 +53,7 @@ class Fitted:
         depth: length that k of a product is longer by; see [Note: matrix products].
         memory: part of the bandwidth of memory that a pass over it reaches.
         launch: seconds of the host for one operation.
-        link: part of the bandwidth of links, beside ``link_efficiency``, that collectives reach.
+        link: part of the bandwidth of links, besides ``link_efficiency``, that collectives reach.
         contention: part of compute that is lost while a collective is under way.
         power: exponent of the part of the data sheet's power; see [Note: power].
         expert_calls: operations that the host launches for router, permutations, exchanges and

@@ -58,7 +58,7 @@ torchtitan, in that of Megatron-Core with Transformer Engine, whose modules cost
 the code that a compiler makes of the former."""
 
 EXCHANGE = 0.7
-"""Part of the bandwidth of links that an exchange of tokens reaches, beside ``link_efficiency``:
+"""Part of the bandwidth of links that an exchange of tokens reaches, besides ``link_efficiency``:
 NCCL's all-to-all has messages of its own to each rank. An estimate."""
 
 MERGED = {EAGER: 40, FUSED: 12, COMPILED: 40}
@@ -132,7 +132,7 @@ class LayerWork:
         return spent
 
     def _weights(self, num_elements: float) -> Spent:
-        """Return the seconds of what is done with weights and their gradients, beside products."""
+        """Return the seconds of what is done with weights and their gradients, without products."""
         software = self._software
         if self._mesh.is_fsdp:
             # Weights are copied out of flat buffers, gradients are cast and copied into one.
@@ -400,7 +400,7 @@ class LayerWork:
         Args:
             exchanges: seconds of those of a forward, and of a backward.
             busy: compute of the layer. Where another microbatch computes meanwhile, the forward of
-                one lies beside the backward of the other.
+                one overlaps with the backward of the other.
         """
         if not self._software.overlaps_exchange:
             return Spent(exchanges, exchanges)
@@ -487,7 +487,7 @@ class LayerWork:
         )
 
     def _rest(self, message: float, compute: float, num_parts: int) -> float:
-        """Return what a message adds to the compute beside it; see [Note: messages of a layer].
+        """Return what a message adds to simultaneous compute; see [Note: messages of a layer].
 
         Args:
             message: its seconds.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The software of a run: kernels, fusion, what overlaps, and dtypes beside the compute dtype."""
+"""The software of a run: kernels, fusion, what overlaps, and dtypes besides the compute dtype."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Software:
         overlaps_data: gradients are reduced during backward, and weights gathered during forward.
         compute_bytes: of an element of activations and of operands: 4 for fp32.
         uses_fp8: matrix products of layers are in FP8.
-        weight_bytes: of a weight that a rank stores, beside the optimizer's.
+        weight_bytes: of a weight that a rank stores, without the optimizer's.
         gather_bytes: of a weight that is gathered.
         reduce_bytes: of a gradient that is reduced.
         gradient_bytes: of an accumulated gradient.

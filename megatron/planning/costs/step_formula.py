@@ -37,7 +37,7 @@ BUCKET_ELEMENTS = 40e6
 """Elements of a bucket of DDP in Megatron-Core: the default of --ddp-bucket-size with few ranks."""
 
 WORKSPACE = 600e6
-"""Bytes of workspaces of cuBLAS and attention, and of what lives shortly beside activations; an
+"""Bytes of workspaces of cuBLAS and attention, and of what lives shortly besides activations; an
 estimate."""
 
 
@@ -171,9 +171,9 @@ class StepFormula:
         for number, stage in enumerate(stages):
             seconds.append(self._seconds(stage))
             memory.append(self._bytes(stage, number))
-        slowest = max(seconds, key=lambda each: each.microbatch)
-        ends = max(each.ends for each in seconds)
-        mean = sum(each.microbatch for each in seconds) / len(seconds)
+        slowest = max(seconds, key=lambda stage_seconds: stage_seconds.microbatch)
+        ends = max(stage_seconds.ends for stage_seconds in seconds)
+        mean = sum(stage_seconds.microbatch for stage_seconds in seconds) / len(seconds)
         bubble = (mesh.pipeline - 1) * mean / mesh.virtual
         busy = mesh.num_microbatches * slowest.microbatch
         exposed = mesh.num_microbatches * slowest.exposed
@@ -335,7 +335,7 @@ class StepFormula:
         return {kind: count for kind, count in units.items() if count}
 
     def _overlapped(self, compute: float, message: float) -> float:
-        """Return the seconds of compute with collectives beside it."""
+        """Return the seconds of compute while collectives run."""
         if not self._software.overlaps_data:
             return compute + message
         slower = compute + self._fitted.contention * min(compute, message)
@@ -346,7 +346,7 @@ class StepFormula:
 
         Args:
             message: seconds of all of them.
-            compute: seconds of what runs beside them.
+            compute: seconds of what runs at the same time.
             updated: elements of a rank's shard.
         """
         if not message or not self._software.overlaps_data:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published runs beside their plans: the table, and the errors by source."""
+"""Published runs compared with their plans: the table, and the errors by source."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Errors(NamedTuple):
 
 
 def errors_of(ratios: Sequence[float]) -> Errors | None:
-    """Return the errors of ratios of the predicted to the measured; None if there are none."""
+    """Return the errors of ratios of the predicted to the measured; None without any."""
     if not ratios:
         return None
     errors = sorted(abs(ratio - 1) for ratio in ratios)
@@ -111,24 +111,25 @@ def table(compared: Sequence[ComparedRun]) -> Iterator[str]:
     """Yield the lines of the table, by source."""
     yield HEADER
     source = ""
-    for each in sorted(compared, key=lambda each: each.run.source):
-        if each.run.source != source:
-            source = each.run.source
+    for comparison in sorted(compared, key=lambda comparison: comparison.run.source):
+        if comparison.run.source != source:
+            source = comparison.run.source
             yield f"# {source}"
-        yield _line(each)
+        yield _line(comparison)
 
 
-def _line(each: ComparedRun) -> str:
-    run = each.run
-    plan = each.plan
+def _line(comparison: ComparedRun) -> str:
+    run = comparison.run
+    plan = comparison.plan
     tokens = run.tokens_of_step / run["gpus"]
     measured = tokens / run.seconds
     planned = tokens / plan.seconds
     line = (
-        f"{run.name:<42} {measured:>12,.0f} {planned:>7,.0f} {each.ratio_of_seconds - 1:>+6.0%}"
+        f"{run.name:<42} {measured:>12,.0f} {planned:>7,.0f}"
+        f" {comparison.ratio_of_seconds - 1:>+6.0%}"
         f" {plan.flops_per_second / 1e12:>13.0f} {plan.utilization:>5.1%}"
     )
-    memory = each.ratio_of_memory
+    memory = comparison.ratio_of_memory
     if memory is None or run.memory_gib is None:
         line += f" {'':>7} {plan.memory_gib:>7.1f} {'':>6}"
     else:
@@ -145,19 +146,19 @@ def error_table(compared: Sequence[ComparedRun]) -> Iterator[str]:
         "errors of the step: median, 90th percentile   of memory            runs  middle of"
         " plan/measured"
     )
-    sources = sorted({each.run.source for each in compared})
+    sources = sorted({comparison.run.source for comparison in compared})
     for source in sources:
-        own = [each for each in compared if each.run.source == source]
-        yield _errors_line(own, source)
+        of_source = [comparison for comparison in compared if comparison.run.source == source]
+        yield _errors_line(of_source, source)
     yield _errors_line(compared, "all")
 
 
 def _errors_line(compared: Sequence[ComparedRun], title: str) -> str:
     ratios_of_memory: list[float] = []
-    for each in compared:
-        if each.ratio_of_memory is not None:
-            ratios_of_memory.append(each.ratio_of_memory)
-    seconds = errors_of([each.ratio_of_seconds for each in compared])
+    for comparison in compared:
+        if comparison.ratio_of_memory is not None:
+            ratios_of_memory.append(comparison.ratio_of_memory)
+    seconds = errors_of([comparison.ratio_of_seconds for comparison in compared])
     memory = errors_of(ratios_of_memory)
     if seconds is None:
         return f"  {title}: none"

@@ -103,7 +103,7 @@ def _block(lines: Iterator[str]) -> Iterator[str]:
 
 def _constants(compared: Sequence[ComparedRun]) -> Iterator[str]:
     """Yield the section on the constants and their cross-validation."""
-    runs = [each.run for each in compared]
+    runs = [comparison.run for comparison in compared]
     yield "## The constants of the model of time"
     yield ""
     yield OF_CONSTANTS
@@ -124,28 +124,28 @@ def _far_off(compared: Sequence[ComparedRun]) -> Iterator[str]:
     yield ""
     yield OF_THOSE_FAR_OFF
     yield ""
-    for each in sorted(compared, key=_error_of_seconds, reverse=True):
-        if _error_of_seconds(each) > WITHIN:
-            yield f"- {each.run.name}: {each.ratio_of_seconds - 1:+.0%}"
+    for comparison in sorted(compared, key=_error_of_seconds, reverse=True):
+        if _error_of_seconds(comparison) > WITHIN:
+            yield f"- {comparison.run.name}: {comparison.ratio_of_seconds - 1:+.0%}"
     yield ""
 
 
-def _error_of_seconds(each: ComparedRun) -> float:
-    return abs(each.ratio_of_seconds - 1)
+def _error_of_seconds(comparison: ComparedRun) -> float:
+    return abs(comparison.ratio_of_seconds - 1)
 
 
 def _above_memory(compared: Sequence[ComparedRun]) -> Iterator[str]:
     """Yield the section on runs that are planned with more memory than their GPU has."""
-    above = [each for each in compared if each.is_above_memory]
+    above = [comparison for comparison in compared if comparison.is_above_memory]
     if not above:
         return
     yield "## Runs that are planned above the memory of their GPU"
     yield ""
     yield OF_THOSE_ABOVE_MEMORY
     yield ""
-    for each in above:
-        plan = each.plan
-        yield f"- {each.run.name}: {plan.memory_gib:.1f} of {plan.capacity_gib:.1f} GiB"
+    for comparison in above:
+        plan = comparison.plan
+        yield f"- {comparison.run.name}: {plan.memory_gib:.1f} of {plan.capacity_gib:.1f} GiB"
     yield ""
 
 
@@ -163,7 +163,7 @@ def draw_comparison(compared: Sequence[ComparedRun], path: Path) -> None:
     figure = Figure(figsize=(12, 6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     speed, memory = figure.subplots(1, 2)
-    sources = sorted({each.run.source for each in compared})
+    sources = sorted({comparison.run.source for comparison in compared})
     for number, source in enumerate(sources):
         style = {
             "s": 18,
@@ -172,13 +172,13 @@ def draw_comparison(compared: Sequence[ComparedRun], path: Path) -> None:
         }
         speeds: list[tuple[float, float]] = []
         memories: list[tuple[float, float]] = []
-        for each in compared:
-            if each.run.source != source:
+        for comparison in compared:
+            if comparison.run.source != source:
                 continue
-            tokens = each.run.tokens_of_step / each.run["gpus"]
-            speeds.append((tokens / each.run.seconds, tokens / each.plan.seconds))
-            if each.run.memory_gib is not None:
-                memories.append((each.run.memory_gib, each.plan.memory_gib))
+            tokens = comparison.run.tokens_of_step / comparison.run["gpus"]
+            speeds.append((tokens / comparison.run.seconds, tokens / comparison.plan.seconds))
+            if comparison.run.memory_gib is not None:
+                memories.append((comparison.run.memory_gib, comparison.plan.memory_gib))
         _draw_points(speed, speeds, **style, label=source)
         _draw_points(memory, memories, **style)
     _draw_diagonal(speed, "tokens a second and GPU")

@@ -62,7 +62,7 @@ def plan_run(run: PublishedRun) -> PlannedRun:
     """Return the plan of a published run.
 
     Raises:
-        NotExpressibleError: says why it cannot be planned.
+        NotExpressibleError: with the reason, if it cannot be planned.
     """
     machine = machine_of(run)
     step = formula_of(run)
@@ -122,7 +122,7 @@ def formula_of(
         profile: of the software; None: that of the run's framework.
 
     Raises:
-        NotExpressibleError: says why it cannot be planned.
+        NotExpressibleError: with the reason, if it cannot be planned.
     """
     machine = machine_of(run)
     software = software_of(run, profile)

@@ -177,7 +177,7 @@ def _wrong_fields(row: Mapping[str, Any]) -> dict[str, str]:
         names = path.split(".")
         owner = _value_of(row, names[:-1])
         if not isinstance(owner, dict):
-            continue  # there is none, or it is a problem of its own
+            continue  # it is missing, or a problem of its own
         value = owner.get(names[-1])
         is_missing = value is None and path not in NEEDED
         if not is_missing and not kind.is_valid(value):
@@ -186,7 +186,7 @@ def _wrong_fields(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _value_of(row: Mapping[str, Any], names: list[str]) -> Any:
-    """Return a value by the names of the objects that it is in; None where there is none."""
+    """Return a value by the names of the objects that it is in; None where it is missing."""
     value: Any = row
     for name in names:
         if not isinstance(value, dict):

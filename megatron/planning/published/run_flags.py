@@ -25,7 +25,7 @@ def flags_of(run: PublishedRun) -> list[str]:
     """Return the flags of a run.
 
     Raises:
-        NotExpressibleError: says what no flag asks for.
+        NotExpressibleError: names what no flag asks for.
     """
     return [*_flags_of_model(run), *candidate_of(run).flags(has_experts=bool(run.model.get("moe")))]
 
@@ -34,7 +34,7 @@ def candidate_of(run: PublishedRun) -> Candidate:
     """Return the layout of a run.
 
     Raises:
-        NotExpressibleError: says what no flag asks for.
+        NotExpressibleError: names what no flag asks for.
     """
     micro_batch = micro_batch_of(run)
     num_layers = run.model["layers"]
@@ -60,7 +60,7 @@ def micro_batch_of(run: PublishedRun) -> int:
     """Return the sequences of a microbatch of a run.
 
     Raises:
-        NotExpressibleError: says that they are not published, or do not divide the batch.
+        NotExpressibleError: if they are not published, or do not divide the batch.
     """
     micro_batch: int | None = run.get("micro_batch")
     if micro_batch is None:

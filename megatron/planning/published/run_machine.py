@@ -25,7 +25,7 @@ SHEET_WATTS = {
 
 
 def machine_of(run: PublishedRun) -> Cluster:
-    """Return the machine of a run: that of its kind, with what the row says differently.
+    """Return the machine of a run: that of its kind, with the values in which the row differs.
 
     Raises:
         NotExpressibleError: if nothing is known of this kind of GPU.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes, the layout and the software of a published run, as the row states them.
 
-[Note: software of frameworks] A row names its framework. What its documentation says, or its code,
+[Note: software of frameworks] A row names its framework. What its documentation or its code states,
 is a property of the software: whether kernels are fused, which attention it calls, what overlaps,
 and in which dtypes gradients are kept. Numbers that no page has, such as the bytes of the loss, the
 copies of heads and what the allocator reserves, are estimates. Most sources have one framework, so
@@ -25,7 +25,7 @@ cross-validation can test it.
     recompute_note of selective recomputation
         "every second layer"                  half of the layers, whole
         "one matrix product in two"           torchtitan's
-        "latent", "mlp"                       what these names say; otherwise the core of attention
+        "latent", "mlp"                       what these names mean; otherwise the core of attention
     measured.memory_kind   "rank 0": the memory of the first stage, otherwise the most of all
 """
 
@@ -216,8 +216,8 @@ def sizes_of(run: PublishedRun) -> ModelSizes:
 
 def predicted_tokens_of(run: PublishedRun) -> int:
     """Return the number of layers that predict further tokens, by the notes of a row."""
-    for each in run.get("not_stated", ()):
-        if "further tokens" in str(each):
+    for entry in run.get("not_stated", ()):
+        if "further tokens" in str(entry):
             return 0
     return int("with one layer that predicts a second token" in run.notes)
 
@@ -226,7 +226,7 @@ def mesh_of(run: PublishedRun) -> RunLayout:
     """Return the layout of a run.
 
     Raises:
-        NotExpressibleError: says what the row lacks.
+        NotExpressibleError: names what the row lacks.
     """
     if run["precision"] not in PRECISIONS:
         raise NotExpressibleError(

@@ -31,7 +31,7 @@ SOURCES = ("load", "pretrained_checkpoint")
 LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
 """Precision is no property of weights. The last is another name of an argument that is taken."""
 UNLESS_GIVEN = ("max_position_embeddings", "padded_vocab_size")
-"""Sizes that a run may choose anew, like arguments of training such as dropout."""
+"""Sizes that a later run may change, like arguments of training such as dropout."""
 
 
 def check_names(check: Check) -> None:
@@ -121,7 +121,7 @@ def take_checkpoint_arguments(check: Check) -> None:
     if not args.use_checkpoint_args or not (args.load or args.pretrained_checkpoint):
         return
     try:
-        # What it passes over is told by the load, which also compares the tensors.
+        # The load reports what it passes over, and also compares the tensors.
         source = find_source(args, lambda line: None, {})
         if source is not None:
             fetch(source.path)

@@ -134,7 +134,7 @@ def field_flag(config: type, declared: Field[Any], settings: Settings, row: Decl
         config: the dataclass of the field.
         declared: the field.
         settings: those that its type and default imply.
-        row: what the tables say about it.
+        row: its entry in the tables.
     """
     name = declared.name
     rules = list(row.rules)

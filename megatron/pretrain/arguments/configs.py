@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-Core's config objects, made from completed arguments.
 
-A field has the value of its flag, unless a function below says otherwise.
+A field has the value of its flag, unless a function below sets another.
 """
 
 import argparse

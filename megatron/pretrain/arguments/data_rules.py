@@ -61,10 +61,10 @@ def choose_tokenizer(check: Check) -> None:
 
 
 def take_recorded_tokenizer(check: Check) -> None:
-    """Give the tokenizer the type and the settings that are recorded beside the data.
+    """Give the tokenizer the type and the settings that are recorded with the data.
 
-    What the command line says stays. Whether it gives the same ids is checked when the tokenizer is
-    built, see :func:`megatron.pretrain.data.tokenizer_record.check_records`.
+    Settings of the command line stay. Whether it gives the same ids is checked when the tokenizer
+    is built, see :func:`megatron.pretrain.data.tokenizer_record.check_records`.
     """
     args = check.args
     if args.mock_data:

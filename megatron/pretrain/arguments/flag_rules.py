@@ -16,7 +16,7 @@ LARGEST_INTEGER = torch.iinfo(torch.int64).max
 
 
 def refuse_values(check: Check) -> None:
-    """Refuse what this program or this release cannot honour, and go on with the default."""
+    """Refuse what this program or this release cannot honour, and continue with the default."""
     for dest in list(check.given):
         problems = list(refusals(check, dest))
         if problems:
@@ -44,7 +44,7 @@ def note_what_is_the_same(check: Check) -> None:
 
 
 def check_needs(check: Check) -> None:
-    """Refuse flags that would have no effect beside the others."""
+    """Refuse flags that would have no effect with the others."""
     refused = set()
     for dest in check.given:
         for rule in check.flags[dest].rules_of(Needs):
@@ -56,7 +56,7 @@ def check_needs(check: Check) -> None:
 
 
 def note_idle_flags(check: Check) -> None:
-    """Note which flags change nothing beside the others."""
+    """Note which flags change nothing with the others."""
     idle: dict[Idle, list[str]] = {}
     for dest in check.given:
         for rule in check.flags[dest].rules_of(Idle):

@@ -66,7 +66,7 @@ def only_in_other_loop(reason: str) -> Refused:
 
 @dataclass(frozen=True)
 class Redundant:
-    """A choice of what the program does anyway, which a note says."""
+    """A choice of what the program does anyway, which is noted."""
 
     reason: str
 
@@ -120,7 +120,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Idle:
-    """A setting that changes nothing beside others, which a note says."""
+    """A setting that changes nothing with others, which is noted."""
 
     is_idle: Callable[[argparse.Namespace], object]
     condition: str

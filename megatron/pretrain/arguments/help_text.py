@@ -39,11 +39,11 @@ def help_text(groups: Mapping[str, Sequence[Flag]], is_all: bool) -> str:
 
 
 def lines_of(flag: Flag) -> str:
-    """Return the help of a flag, of a refused one the reason; long ones go on below."""
+    """Return the help of a flag, of a refused one the reason; long ones continue below."""
     if flag.refusal:
         text = f"[only the default: {flag.refusal}]"
     else:
-        # The docstrings of Megatron-Core have several sentences; the first says what a field is.
+        # The docstrings of Megatron-Core have several sentences; the first describes the field.
         sentence = re.split(r"(?<=[a-z\])])(?<!\be\.g)(?<!\bi\.e)\. ", flag.help)[0].rstrip(".")
         text = sentence + default_words(flag)
     return textwrap.fill(

@@ -83,7 +83,8 @@ def forget_precision_aware(check: Check) -> None:
 
 def check_layers(check: Check, flag: str, recipe: str) -> None:
     """Check that the layers compute with the recipe of a format, and that it divides matrices."""
-    args, tensor = check.args, check.args.tensor_model_parallel_size
+    args = check.args
+    tensor = check.args.tensor_model_parallel_size
     if args.transformer_impl != "transformer_engine":
         reason = "give --transformer-impl transformer_engine"
         if not check.machine.transformer_engine:

@@ -48,7 +48,8 @@ COMPILED = {"bias_gelu_fusion": False, "bias_swiglu_fusion": False, "bias_dropou
 
 def check_graphs(check: Check) -> None:
     """Refuse what cannot be captured as CUDA graphs, with the reason."""
-    args, flag = check.args, check.flag("cuda_graph_impl")
+    args = check.args
+    flag = check.flag("cuda_graph_impl")
     try:
         if not captures_iterations(args):
             return
@@ -77,7 +78,8 @@ def check_graphs(check: Check) -> None:
 
 def fit_to_machine(check: Check) -> None:
     """Choose backend, layers and kernels for the machine."""
-    args, machine = check.args, check.machine
+    args = check.args
+    machine = check.machine
     check_graphs(check)
     check_offload(check)
     check_muon(check)
@@ -130,7 +132,8 @@ def fit_to_machine(check: Check) -> None:
 
 def check_kernels(check: Check) -> None:
     """Refuse what would change more than speed where its kernels are not installed."""
-    args, machine = check.args, check.machine
+    args = check.args
+    machine = check.machine
     check.require(
         args.moe_token_dispatcher_type != "flex" or machine.expert_dispatch,
         "--moe-token-dispatcher-type flex needs GPUs and the package deep_ep, which is not"
@@ -150,7 +153,8 @@ def check_kernels(check: Check) -> None:
 
 def check_offload(check: Check) -> None:
     """Check the flags of optimizer state on the host."""
-    args, flag = check.args, check.flag("optimizer_offload_fraction")
+    args = check.args
+    flag = check.flag("optimizer_offload_fraction")
     fraction = args.optimizer_offload_fraction
     if args.optimizer_cpu_offload and not 0 <= fraction <= 1:
         check.problems.append(f"{flag} must be from 0 to 1, got {fraction}")
@@ -164,7 +168,8 @@ def check_offload(check: Check) -> None:
 
 def check_muon(check: Check) -> None:
     """Check what --optimizer muon needs, with Megatron-Core's own data parallelism too."""
-    args, name = check.args, f"--optimizer {check.args.optimizer}"
+    args = check.args
+    name = f"--optimizer {check.args.optimizer}"
     if args.optimizer not in MUON:
         return
     check.require(
@@ -193,7 +198,8 @@ def check_muon(check: Check) -> None:
 
 def replace(check: Check, cause: str, values: dict[str, Any]) -> None:
     """Set the destinations to the values, and note which of them changed and the cause."""
-    named, off = [], []
+    named = []
+    off = []
     for dest, value in values.items():
         if getattr(check.args, dest) == value:
             continue
@@ -252,7 +258,8 @@ def fit_local_layers(check: Check) -> None:
 
 def fit_numerics(check: Check) -> None:
     """Check deterministic mode and environment variables."""
-    args, environment = check.args, check.machine.environment
+    args = check.args
+    environment = check.machine.environment
     if args.deterministic_mode:
         check.require(
             args.attention_backend is not AttnBackend.flash
@@ -312,7 +319,8 @@ def check_observing(check: Check) -> None:
 def check_profile(check: Check) -> None:
     """Check the steps and the ranks of a profile."""
     args = check.args
-    start, ranks = args.profile_step_start, args.profile_ranks
+    start = args.profile_step_start
+    ranks = args.profile_ranks
     check.require(
         0 <= start < args.profile_step_end,
         "--profile-step-start must be less than --profile-step-end",

@@ -66,7 +66,8 @@ def complete_latent_attention(check: Check) -> None:
 def complete_experts(check: Check) -> None:
     """Complete the settings of experts, and refuse them for a model without experts."""
     args = check.args
-    losses, weights = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    losses = args.moe_router_load_balancing_type
+    weights = args.moe_aux_loss_coeff
     if isinstance(losses, list) and len(losses) == 1:
         args.moe_router_load_balancing_type = losses[0]
     if isinstance(weights, list) and len(weights) == 1:
@@ -154,11 +155,13 @@ def complete_expert_sizes(check: Check) -> None:
             f"--moe-layer-freq names {len(args.moe_layer_freq)} layers, --num-layers"
             f" {args.num_layers}: name each once",
         )
-    experts, chosen = args.num_experts, args.moe_router_topk
+    experts = args.num_experts
+    chosen = args.moe_router_topk
     check.require(
         chosen <= experts, f"--moe-router-topk {chosen} must be at most --num-experts {experts}"
     )
-    groups, chosen_groups = args.moe_router_num_groups, args.moe_router_group_topk
+    groups = args.moe_router_num_groups
+    chosen_groups = args.moe_router_group_topk
     if groups and chosen_groups and chosen_groups <= groups:
         check.require(
             chosen_groups <= chosen <= chosen_groups * max(1, experts // groups),
@@ -170,7 +173,8 @@ def complete_expert_sizes(check: Check) -> None:
 def check_tensor_parallel_sizes(check: Check) -> None:
     """Check that tensor parallelism divides the model evenly."""
     args = check.args
-    tensor, expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    tensor = args.tensor_model_parallel_size
+    expert_tensor = args.expert_tensor_parallel_size
     for dest, flag in check.flags.items():
         if DIVIDED in flag.rules:
             why = f"--tensor-model-parallel-size {tensor} divides it"

@@ -6,6 +6,7 @@ What Megatron-Core's config checks itself is left to it.
 
 import math
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -67,18 +68,23 @@ def choose_data_parallelism(check: Check) -> None:
 
 def check_communicators(check: Check) -> None:
     """Check the flags that set up NCCL's communicators, which Megatron-Core creates."""
-    args, path = check.args, check.args.nccl_communicator_config_path
-    try:
-        settings = yaml.safe_load(durable.file_at(Path(path)).read_text()) if path else {}
-        names = set().union(*settings.values())
-    except UNREADABLE as error:
-        settings, names = {}, set()
-        check.problems.append(f"{path}: {error}; expected are lines as dp_cp: {{max_ctas: 32}}")
+    args = check.args
+    path = check.args.nccl_communicator_config_path
+    settings: dict[str, Any] = {}
+    names: set[str] = set()
+    if path:
+        try:
+            settings = yaml.safe_load(durable.file_at(Path(path)).read_text())
+            names = set().union(*settings.values())
+        except UNREADABLE as error:
+            settings = {}
+            check.problems.append(f"{path}: {error}; expected are lines as dp_cp: {{max_ctas: 32}}")
     for group in sorted({*settings, *args.high_priority_stream_groups} - {*NCCL_GROUPS}):
         check.problems.append(f"{group} is no group: the names are {', '.join(NCCL_GROUPS)}")
     for name in sorted(names - {*NCCL_SETTINGS}):
         check.problems.append(f"{path}: {name} is none of {', '.join(NCCL_SETTINGS)}")
-    group, instances = args.sharp_enabled_group, args.num_distributed_optimizer_instances
+    group = args.sharp_enabled_group
+    instances = args.num_distributed_optimizer_instances
     check.require(
         group != "dp_replica" or instances > 1,
         f"--sharp-enabled-group {group} needs --num-distributed-optimizer-instances above 1",
@@ -139,8 +145,9 @@ def imply(check: Check, other: str) -> None:
 
 
 def choose_strictness(check: Check) -> None:
-    """Let --dist-ckpt-strictness say how strict loads of fsdp_dtensor are, where it fits."""
-    args, flag = check.args, check.flag("dist_ckpt_strictness")
+    """Let --dist-ckpt-strictness choose how strict loads of fsdp_dtensor are, where it fits."""
+    args = check.args
+    flag = check.flag("dist_ckpt_strictness")
     if not check.changed("dist_ckpt_strictness"):
         return
     choice = args.dist_ckpt_strictness
@@ -163,7 +170,8 @@ def check_strategies(check: Check) -> None:
     args = check.args
     instances = args.num_distributed_optimizer_instances
     for kind in ("", "expert_"):
-        level, outer = f"{kind}data_parallel_sharding_strategy", f"{kind}outer_dp_sharding_strategy"
+        level = f"{kind}data_parallel_sharding_strategy"
+        outer = f"{kind}outer_dp_sharding_strategy"
         given = getattr(args, level) or args.data_parallel_sharding_strategy
         if getattr(args, outer) != "optim":
             continue
@@ -199,10 +207,14 @@ def complete_parallelism(check: Check) -> None:
 def divide_ranks(check: Check) -> None:
     """Find the number of data-parallel ranks, and check that every axis divides the ranks."""
     args = check.args
-    world, tensor = args.world_size, args.tensor_model_parallel_size
-    pipeline, context = args.pipeline_model_parallel_size, args.context_parallel_size
-    expert_tensor, expert = args.expert_tensor_parallel_size, args.expert_model_parallel_size
-    model, experts = tensor * pipeline * context, expert_tensor * expert * pipeline
+    world = args.world_size
+    tensor = args.tensor_model_parallel_size
+    pipeline = args.pipeline_model_parallel_size
+    context = args.context_parallel_size
+    expert_tensor = args.expert_tensor_parallel_size
+    expert = args.expert_model_parallel_size
+    model = tensor * pipeline * context
+    experts = expert_tensor * expert * pipeline
     args.data_parallel_size = max(1, world // model)
     axes = {f"tensor {tensor} x pipeline {pipeline} x context {context}": model}
     sizes = {"data x context ranks": world // (tensor * pipeline)}
@@ -245,7 +257,8 @@ def divide_ranks(check: Check) -> None:
 def complete_sequence_parallelism(check: Check) -> None:
     """Check that context ranks, with two chunks each, and tensor ranks divide the sequence."""
     args = check.args
-    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    tensor = args.tensor_model_parallel_size
+    context = args.context_parallel_size
     levels = args.hierarchical_context_parallel_sizes
     check.require(
         ("a2a+p2p" in args.cp_comm_type) == bool(levels),
@@ -330,7 +343,7 @@ def follow_layout(check: Check) -> None:
         )
         predicts_alone = layout.validate_layer_layout(args.num_layers, args.mtp_num_layers)
     except (AssertionError, NotImplementedError):
-        return  # Megatron-Core's config says what is wrong
+        return  # Megatron-Core's config reports what is wrong
     check.require(
         not predicts_alone,
         f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: m (the layers"
@@ -345,7 +358,8 @@ def divide_layers(check: Check) -> None:
     """Find the number of virtual stages; Megatron-Core's config checks those of uneven sizes."""
     args = check.args
     check.at_most_one(*INTERLEAVED)
-    stages, virtual = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
+    stages = args.pipeline_model_parallel_size
+    virtual = args.num_virtual_stages_per_pipeline_rank
     is_uneven = any(getattr(args, dest) for dest in (*UNEVEN, *ACCOUNTED))
     if not is_uneven and args.num_layers % stages:
         check.problems.append(
@@ -384,7 +398,8 @@ def check_microbatches(check: Check) -> None:
     args = check.args
     if args.virtual_pipeline_model_parallel_size is None:
         return
-    stages, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
+    stages = args.pipeline_model_parallel_size
+    group = args.microbatch_group_size_per_vp_stage
     one = args.micro_batch_size * args.data_parallel_size
     if group:
         flag = check.flag("microbatch_group_size_per_vp_stage")

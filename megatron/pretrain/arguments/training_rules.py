@@ -22,7 +22,8 @@ def choose_precision(check: Check) -> None:
         args.params_dtype = torch.bfloat16
     elif args.fp16:
         args.params_dtype = torch.float16
-    least, first = args.min_loss_scale, args.initial_loss_scale
+    least = args.min_loss_scale
+    first = args.initial_loss_scale
     check.require(
         not math.inf > least > first,
         f"--min-loss-scale {least} must be at most --initial-loss-scale {first}",
@@ -143,7 +144,8 @@ def complete_schedule(check: Check) -> None:
 def check_warmup(check: Check, unit: str) -> None:
     """Check that the warm-up is given once and ends before the decay does."""
     args = check.args
-    count, length = getattr(args, f"lr_warmup_{unit}"), getattr(args, f"lr_decay_{unit}")
+    count = getattr(args, f"lr_warmup_{unit}")
+    length = getattr(args, f"lr_decay_{unit}")
     if args.lr_warmup_fraction is not None:
         check.require(
             0 <= args.lr_warmup_fraction < 1,

@@ -152,7 +152,7 @@ def standard_library_files(library: str | Path | None = None) -> list[Path]:
     validation would be a few packages late in the alphabet.
 
     Raises:
-        ValueError: there are none, as in a Python that keeps its library in an archive.
+        ValueError: if it finds none, as in a Python that keeps its library in an archive.
     """
     root = Path(library or sysconfig.get_path("stdlib"))
     files = []

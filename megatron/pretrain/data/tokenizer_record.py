@@ -82,7 +82,7 @@ def record_text(prefix: str | Path, choice: TokenizerChoice, tokenizer: Tokenize
 
 
 def read_record(prefix: str | Path) -> TokenizerRecord | None:
-    """Return the record of a dataset; None if there is none.
+    """Return the record of a dataset; None if it is missing.
 
     Raises:
         ValueError: the file is damaged, or no record.

@@ -44,7 +44,7 @@ def test_a_unit_follows_its_calls_through_a_backward_pass() -> None:
     layer = nn.Linear(2, 2)
     unit = Unit("layer", layer)
     first, second = UnitCall(unit, layer, []), UnitCall(unit, layer, [])
-    first.num_inputs = 1
+    first.num_input_hooks = 1
     unit.begin_backward(first)
     unit.begin_backward(second)
     assert unit.state is BackwardState.RUNNING and unit.awaits_inputs

@@ -57,7 +57,7 @@ def flat_and_single(models: list[nn.Module], name: str) -> Pair:
     for model in models:
         optimizer = OPTIMIZERS[name](two_groups(model))
         pair.append((model, fully_shard_optimizer(optimizer)))
-    pair[1][1]._fsdp_flat = None
+    pair[1][1]._fsdp_update = None
     return pair
 
 
@@ -133,7 +133,7 @@ def compare_with_single_updates(names: tuple[str, ...], dtype: torch.dtype) -> N
                 if event is not None:
                     event(optimizer)
             step_and_compare(pair, f"{name} in {dtype}, step {step}")
-        segments = pair[0][1]._fsdp_flat._segments
+        segments = pair[0][1]._fsdp_update._segments
         of_blocks = sharded_param_of(models[0].get_parameter("module.3.weight"))
         flat = chain.from_iterable(segment.members for segment in segments.all())
         assert of_blocks in [member.sharded_param for member in flat]
@@ -166,7 +166,7 @@ def test_segments_are_bounded() -> None:
                 if event is not None:
                     event(optimizer)
             step_and_compare(pair, f"step {step}")
-    segments = pair[0][1]._fsdp_flat._segments.all()
+    segments = pair[0][1]._fsdp_update._segments.all()
     assert all(len(each.members) == 1 or each.weight.numel() <= 40 for each in segments)
     assert max(len(each.members) for each in segments) > 1
     groups = {each.members[0].sharded_param.group for each in segments}

@@ -76,10 +76,10 @@ def hang(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> None:
         dist.distributed_c10d._get_default_store().wait(["over"], timedelta(seconds=60))
 
 
-GATHER = "all_gather of 256 bytes float32 of root"
+GATHER = "all_gather of 256 bytes float32 of unit 'root'"
 ALONE = {
     # what rank 1 does alone -> its part of the message
-    "skips": (skip_a_unit, "rank 1: all_gather of 256 bytes float32 of root, in backward"),
+    "skips": (skip_a_unit, "rank 1: all_gather of 256 bytes float32 of unit 'root', in backward"),
     "evaluates": (evaluate, f"rank 1: {GATHER}, without gradients"),
     "clips": (clip, "rank 1: all_reduce of 152 bytes float64"),
     "has_no_data": (wait_for_all, "rank 1: not started"),
@@ -202,7 +202,7 @@ def train_without_a_store() -> int:
     with patch.object(failed_collectives._failures, "_store", None):
         for _ in range(3):
             train_step(model, optimizer)
-    return len(failed_collectives.observe.memory.remembered)
+    return len(failed_collectives.observe.failure_observer.remembered)
 
 
 def test_collectives_that_succeed_send_nothing(ranks: Ranks) -> None:

@@ -143,7 +143,7 @@ def test_nothing_is_wrapped_before_a_model_is_sharded() -> None:
     def collective(asynchronous: bool) -> None:
         raise AssertionError
 
-    assert observe.memory is None
+    assert observe.failure_observer is None
     assert observe.work("unit", "work") is observe.NOTHING
     assert observe.observing("broadcast", None, None) is observe.NOTHING
     operand = torch.empty(0)

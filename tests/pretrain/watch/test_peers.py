@@ -217,7 +217,7 @@ def waiting(wait: Callable[[], object]) -> SimpleNamespace:
     local = torch.zeros(1)
     group = SimpleNamespace(
         unit_name="head",
-        _unit_name="head",
+        _names=SimpleNamespace(unit="head"),
         _all_gather=work,
         change_state=lambda state: None,
         state=WeightState.UNSHARDING,

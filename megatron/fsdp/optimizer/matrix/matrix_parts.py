@@ -34,10 +34,10 @@ from megatron.fsdp.optimizer.matrix.exchange import Exchange
 class MatrixPart:
     """The part of a matrix that one rank has."""
 
-    rank: int  # in the group of the owners
+    rank: int  # rank in the group of the owners
     replica: tuple[int, ...]  # equal for ranks that have the whole matrix together
     slice: TensorSlice
-    range: FlatRange  # of the slice
+    range: FlatRange  # part of the slice
 
     @property
     def is_contiguous(self) -> bool:

@@ -43,7 +43,12 @@ from megatron.fsdp.optimizer.matrix.owners import (
     first_entries,
     matrix_class,
 )
-from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, Setting, Slots, parameters_of
+from megatron.fsdp.optimizer.optimizer_state import (
+    GroupSettings,
+    OptimizerClass,
+    ParamState,
+    parameters_of,
+)
 from megatron.fsdp.quantized.tensor_subclasses import users_attributes
 
 Round = list[Matrix]
@@ -66,7 +71,7 @@ class OwnerUpdate:
         self._parameters: list[torch.Tensor] = []
         self._group_of: dict[torch.Tensor, int] = {}
         self._rounds: list[Round] = []
-        self._others: set[torch.Tensor] = set()  # that have no owner
+        self._others: set[torch.Tensor] = set()  # parameters that have no owner
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
@@ -102,18 +107,18 @@ class OwnerUpdate:
     def _update(self, optimizer: Optimizer, owned: Owned) -> None:
         """Step on a whole matrix of this rank; the step may create or replace its state."""
         matrix, weight, gradient = owned
-        slots = optimizer.state[matrix.parameter]
+        param_state = optimizer.state[matrix.parameter]
         # Optimizers read the user's attributes. All tensor-parallel slices are in this matrix.
         vars(weight).update(users_attributes(matrix.sharded_param.compute), partition_dim=-1)
         weight.grad = gradient.to(weight.dtype)
-        whole = tree_map_only(DTensor, local_tensor, slots)
+        whole = tree_map_only(DTensor, local_tensor, param_state)
         state: State = defaultdict(dict, {weight: whole})
         params: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         params[self._group_of[matrix.parameter]].append(weight)
         run_step(self._step, optimizer, params, state)
         for name, value in state[weight].items():
-            if getattr(slots.get(name), "_local_tensor", None) is not value:
-                slots[name] = tree_map_only(torch.Tensor, matrix.take, value)
+            if getattr(param_state.get(name), "_local_tensor", None) is not value:
+                param_state[name] = tree_map_only(torch.Tensor, matrix.take, value)
 
     # ---- owners
 
@@ -141,7 +146,7 @@ class OwnerUpdate:
 
     def _cost(self, optimizer: Optimizer, sharded_param: ShardedParam) -> UpdateCost:
         parameter = sharded_param.parameter
-        settings: Setting = optimizer.param_groups[self._group_of[parameter]]
+        settings: GroupSettings = optimizer.param_groups[self._group_of[parameter]]
         steps = settings.get("ns_steps", NEWTON_SCHULZ_STEPS)
         return cost_of(sharded_param.slice.shape, parameter.dtype.itemsize, steps)
 
@@ -159,10 +164,10 @@ class OwnerUpdate:
             exchange = Exchange(own_round[0].ranks.group)
             collected: list[tuple[Matrix, str, torch.Tensor]] = []
             for matrix in own_round:
-                slots = optimizer.state[matrix.parameter]
-                self._add_first_entries(matrix, slots)
-                for name in sorted(slots):
-                    value = slots[name]
+                param_state = optimizer.state[matrix.parameter]
+                self._add_first_entries(matrix, param_state)
+                for name in sorted(param_state):
+                    value = param_state[name]
                     if matrix.is_with_owner(value):
                         continue
                     if isinstance(value, DTensor) and tuple(value.shape) == matrix.shape:
@@ -172,19 +177,19 @@ class OwnerUpdate:
                             whole = local.new_empty(0)
                         collected.append((matrix, name, whole))
                     else:
-                        slots[name] = tree_map_only(torch.Tensor, matrix.take, value)
+                        param_state[name] = tree_map_only(torch.Tensor, matrix.take, value)
             if collected:
                 exchange.start().wait()
             for matrix, name, whole in collected:
                 optimizer.state[matrix.parameter][name] = matrix.with_owner(whole, matrix.shape)
 
-    def _add_first_entries(self, matrix: Matrix, slots: Slots) -> None:
+    def _add_first_entries(self, matrix: Matrix, param_state: ParamState) -> None:
         if not matrix.parameter.requires_grad:
             return
         for name in self._first_entries:
-            if name not in slots:
+            if name not in param_state:
                 shape = matrix.shape if matrix.is_own else (0,)
-                slots[name] = matrix.with_owner(matrix.weight.new_zeros(shape), matrix.shape)
+                param_state[name] = matrix.with_owner(matrix.weight.new_zeros(shape), matrix.shape)
 
     @torch.no_grad()
     def shard_state(self, optimizer: Optimizer) -> None:
@@ -195,9 +200,9 @@ class OwnerUpdate:
             exchange = Exchange(own_round[0].ranks.group)
             sharded: list[tuple[Matrix, str, torch.Tensor]] = []
             for matrix in own_round:
-                slots = optimizer.state[matrix.parameter]
-                for name in sorted(slots):
-                    value = slots[name]
+                param_state = optimizer.state[matrix.parameter]
+                for name in sorted(param_state):
+                    value = param_state[name]
                     if matrix.is_with_owner(value) and tuple(value.shape) == matrix.shape:
                         local = torch.empty_like(matrix.weight, dtype=value.dtype)
                         whole = local_tensor(value).contiguous() if matrix.is_own else None

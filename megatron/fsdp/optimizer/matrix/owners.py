@@ -33,7 +33,7 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "emerging_optimizers.soap.soap.SOAP": (),
 }
 
-NEWTON_SCHULZ_STEPS = 5  # unless the settings of an optimizer say otherwise
+NEWTON_SCHULZ_STEPS = 5  # unless the settings of an optimizer have another number
 IMBALANCE = 1.1  # most work of a rank, of that of balanced owners, for which nothing is sent
 
 
@@ -174,7 +174,7 @@ def assign(costs: Sequence[UpdateCost], able: Sequence[Sequence[int]]) -> tuple[
     loads = {rank: UpdateCost(0, 0) for rank in concatenated(able)}
     rounds = []
     while waiting:
-        owners: dict[int, int] = {}  # of this round, by matrix
+        owners: dict[int, int] = {}  # owners in this round, by matrix
         for index in waiting:
             if len(owners) == len(loads):
                 break

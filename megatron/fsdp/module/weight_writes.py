@@ -1,70 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes that code makes to compute parameters, and units that it unshards itself."""
+"""Writes of forwards and methods to compute weights, which are copied into the main weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import UnshardHandle
 
 from megatron.fsdp.engine.device import in_backward
-from megatron.fsdp.engine.loops_in_c import are_same, concatenated
+from megatron.fsdp.engine.loops_in_c import concatenated
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.schedule import Prefetcher
 from megatron.fsdp.engine.states import MainState
 from megatron.fsdp.engine.unit import Unit
+from megatron.fsdp.module.known_parameters import KnownParameters
 from megatron.fsdp.module.trainability import Trainability
 
 
-class KnownParameters:
-    """The parameters that were sharded: ``root``, the wrapper, has no others afterwards."""
-
-    # Otherwise what code adds would be used and never trained, and what it removes would still be
-    # among `parameters()`. Other objects may come and go: buffers, and modules around the same
-    # parameters (torch.compile).
-
-    def __init__(self, root: nn.Module, names: dict[nn.Parameter, str]):
-        self._root = root
-        self._names = names
-        # Of every module in `root` the parameters and the children, as live views, and all that was
-        # in them at the last check.
-        self._views: list[Any] = []
-        self._seen: list[object] = []
-
-    def check(self) -> None:
-        """Raise ``RuntimeError`` if parameters have appeared or vanished since sharding."""
-        if self._views and are_same(self._seen, concatenated(self._views)):
-            return
-        views: list[Any] = []
-        names: dict[nn.Parameter, str] = {}
-        for path, module in self._root.named_modules():
-            # Read as plain dicts, which do not show the sharded parameters instead.
-            views.append(dict.values(module._parameters))
-            views.append(dict.values(module._modules))
-            for name, parameter in dict.items(module._parameters):
-                if parameter is None:
-                    continue
-                if not isinstance(parameter, nn.Parameter):
-                    return  # torch.func.functional_call has put it there for one call
-                names[parameter] = f"{path}.{name}".removeprefix("module.")
-        new = [name for parameter, name in names.items() if parameter not in self._names]
-        gone = [name for parameter, name in self._names.items() if parameter not in names]
-        if new or gone:
-            raise RuntimeError(
-                "the model has other parameters than when it was sharded:"
-                f" {len(new)} new ({', '.join(new[:5])}), {len(gone)} gone ({', '.join(gone[:5])})."
-                " The optimizer knows only those that were sharded: replace layers, resize"
-                " embeddings, and add adapters and parametrizations before fully_shard"
-            )
-        self._views = views
-        self._seen = concatenated(views)
-
-
-class UnitAccess:
-    """Follows flags of parameters before units are used, and writes to weights afterwards.
+class WeightWrites:
+    """Copies what forwards write to compute weights in place into the main weights.
 
     Args:
         units: the units of a model.
@@ -81,7 +34,7 @@ class UnitAccess:
     def __init__(self, units: Sequence[Unit], trainability: Trainability, known: KnownParameters):
         self._trainability = trainability
         self._known = known
-        self._groups: dict[Unit, list[ParamGroup]] = {}  # of which writes must be copied
+        self._groups: dict[Unit, list[ParamGroup]] = {}  # groups of which writes must be copied
         self._versions: dict[Unit, list[int]] = {}  # counters of all parameters of these groups
         for unit in units:
             groups = [group for group in unit.groups if _takes_writes(group)]
@@ -90,10 +43,10 @@ class UnitAccess:
                 self._versions[unit] = self._read(unit)
 
     def before_call(self) -> None:
-        """Follow changed flags; refuse parameters that code has added or removed."""
+        """Sync changed flags; refuse parameters that code has added or removed."""
         if not in_backward():
             self._known.check()
-            self._trainability.follow()
+            self._trainability.sync_requires_grad()
 
     def after_use(self, unit: Unit) -> None:
         """Copy writes of a call to compute weights into the main weights."""
@@ -154,37 +107,3 @@ def take_written(group: ParamGroup, index: int) -> None:
         written = compute[owned.start : owned.stop].to(main.device)
         is_same = written == main.to(written.dtype)
         main.copy_(torch.where(is_same, main, written.to(main.dtype)))
-
-
-# ---- unsharding by hand
-
-
-class UnitHandle(UnshardHandle):
-    """The all-gathers of units, which have started, to wait for."""
-
-    def __init__(self, units: Sequence[Unit], prefetcher: Prefetcher):
-        self._units = units
-        for unit in units:
-            prefetcher.used(unit)
-            if not unit.blockers:  # otherwise the call gathers, when its memory slot is free
-                unit.unshard()
-
-    def wait(self) -> None:
-        """Make compute wait for the all-gathers that have started."""
-        for unit in self._units:
-            unit.wait_for_unshard()
-
-
-def units_of(units: Sequence[Unit], module: nn.Module | None) -> list[Unit]:
-    """Return the unit of a module, None: the root's, and those whose parameters it shares.
-
-    Raises:
-        ValueError: if the module is no unit.
-    """
-    where = "outside of the model"
-    for unit in units:
-        if module is None or module in unit.modules:
-            return [unit, *unit.shared]
-        if unit.module is not None and module in unit.module.modules():
-            where = f"inside of the unit {unit.shown_name!r}: pass that, or None for the root"
-    raise ValueError(f"module expects a unit but got a {type(module).__name__} {where}")
