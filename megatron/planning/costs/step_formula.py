@@ -48,7 +48,8 @@ class FormulaStep:
     Attributes:
         seconds: of a step.
         bubble_seconds: in which a stage waits for others.
-        exposed_seconds: in which compute waits for gathers and reductions of shards.
+        exposed_seconds: in which compute waits for gathers and reductions of shards, and those of
+            the optimizer's update.
         peak_bytes: the most bytes of a rank.
         first_bytes: the most bytes of a rank of the first pipeline stage.
         recompute: the recomputation that was planned.
