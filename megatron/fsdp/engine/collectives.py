@@ -323,7 +323,7 @@ def agree(
     """
     known = set(problems)
     for group in groups:
-        if dist.get_world_size(group) == 1 or _are_equal(known, group):
+        if dist.get_world_size(group) == 1 or have_equal(known, group):
             continue
         of_all_ranks: list[set[str]] = [set()] * dist.get_world_size(group)
         with observing("all_gather_object", None, group):
@@ -332,7 +332,7 @@ def agree(
     return sorted(known)
 
 
-def _are_equal(texts: Iterable[str], group: dist.ProcessGroup | None) -> bool:
+def have_equal(texts: Iterable[str], group: dist.ProcessGroup | None) -> bool:
     """Return True if all ranks of a group have the same texts; a collective."""
     # Nearly always they have. A digest of them takes as long for 8,192 ranks as for 8, where every
     # rank would unpickle the objects of all others.

@@ -10,6 +10,7 @@ that one. So no rank is left behind in a collective, and the groups can be used 
 
 A gate costs each rank two short calls to the store. Collectives of tensors over a part of the ranks
 have none: a load has thousands of them, one after the other, without a step between that can fail.
+So ranks that agree on texts exchange these, not a tensor with their digest.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from megatron.fsdp.engine import collectives
 from megatron.fsdp.trace import failed_collectives
 from megatron.mcore_adapter.run.errors import RunError
 
@@ -149,8 +151,15 @@ def entered_together() -> Iterator[None]:
             if not hasattr(collective, "has_gate"):  # it has one inside of another section
                 stack.callback(setattr, dist, name, collective)
                 setattr(dist, name, _gated(collective, name))
+        stack.callback(setattr, collectives, "have_equal", collectives.have_equal)
+        collectives.have_equal = _exchange
         stack.enter_context(_gates.section())
         yield
+
+
+def _exchange(texts: Iterable[str], group: dist.ProcessGroup | None) -> bool:
+    """Let ranks exchange texts, as if they were not equal."""
+    return False
 
 
 @cache

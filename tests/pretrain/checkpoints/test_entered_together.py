@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.trace import failed_collectives
 from megatron.mcore_adapter.checkpoints import entered_together as sections
 from megatron.mcore_adapter.checkpoints.checkpoint_format import attempt
@@ -80,7 +81,7 @@ def groups_of_two() -> list[str]:
         dist.all_gather_object(gathered, rank, group=pairs[rank // 2])
         if rank == 3:
             raise MemoryError("no memory")
-        dist.all_gather_object(gathered, rank, group=pairs[rank // 2])
+        agree([], [pairs[rank // 2]])
         dist.barrier()
 
     return attempt(gather)
