@@ -33,7 +33,7 @@ from megatron.fsdp.dtensor.tensor_part import (
     replaced,
 )
 from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
-from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine.collectives import exchange
 from megatron.fsdp.engine.layout import Chunk, FlatRange, row_size
 from megatron_fsdp.not_offered import attributes_of
 
@@ -246,7 +246,7 @@ def _exchange(value: Any, mesh: DeviceMesh) -> dict[Coordinate, Any]:
     """Return the values, literals of Python, of all ranks of a mesh by their coordinates."""
     entry = (tuple(mesh.get_coordinate() or ()), value)
     values: dict[Coordinate, Any] = {}
-    for text in agree([repr(entry)], mesh.get_all_groups()):
+    for text in exchange([repr(entry)], mesh.get_all_groups()):
         coordinate, of_rank = literal_eval(text)
         values[coordinate] = of_rank
     return values

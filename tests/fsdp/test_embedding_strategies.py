@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from megatron.fsdp import Mesh, Strategy, fully_shard, trace
 from megatron.fsdp.dtensor.sharded_param import sharded_param_of
 from megatron.fsdp.module.unit_choice import embedding_parameters
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp import (
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard_model,
+)
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
@@ -68,15 +74,22 @@ def test_embeddings_of_another_level_train_as_the_unsharded_model(
 @on_ranks(2)
 def test_each_kind_has_its_level() -> None:
     """Embedding and output layer are in the unit of the root, with the last norm."""
+    mesh = Meshes().arguments("flat")["device_mesh"]
     for rest, embeddings in ((3, 2), (1, 3)):
-        module = build(MARKED)
-        model = fully_shard_model(
-            module,
-            Meshes().arguments("flat")["device_mesh"],
-            fsdp_unit_modules=type(module).units,
-            **levels(rest, embeddings),
+        config = DistributedDataParallelConfig(
+            data_parallel_sharding_strategy=rest,
+            embedding_data_parallel_sharding_strategy=embeddings,
         )
-        for name, parameter in model.named_parameters():
+        index = FSDPDistributedIndex(mesh, dp_shard_dim=mesh.mesh_dim_names[0])
+        modules = [build(MARKED) for _ in range(2)]
+        units = type(modules[0]).units
+        models = [
+            fully_shard_model(
+                modules[0], mesh, fsdp_unit_modules=units, **levels(rest, embeddings)
+            ),
+            MegatronFSDP(modules[1], index, config, fsdp_unit_modules=units),
+        ]
+        for name, parameter in (*models[0].named_parameters(), *models[1].named_parameters()):
             is_embedding = name.startswith(("module.embed", "module.head"))
             level = sharded_param_of(parameter).group.strategy
             assert level == (embeddings if is_embedding else rest), name

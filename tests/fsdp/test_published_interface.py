@@ -120,8 +120,8 @@ SIGNATURES = {
         megatron_fsdp_grad_comm_dtype=None, megatron_fsdp_use_decoupled_grad=False,
         megatron_fsdp_cuda_graph_mode=False, megatron_fsdp_enable_fine_grained_param_gather=False,
         megatron_fsdp_max_pool_double_buffer=False, expert_data_parallel_sharding_strategy=None,
-        expert_outer_dp_sharding_strategy=None, megatron_fsdp_offload_policy=None,
-        megatron_fsdp_granularity='prefer_rows'
+        expert_outer_dp_sharding_strategy=None, embedding_data_parallel_sharding_strategy=None,
+        megatron_fsdp_offload_policy=None, megatron_fsdp_granularity='prefer_rows'
     """,
     "uneven_dtensor.split_dtensor": (
         "dtensor, split_size_or_sections, dim=0, update_uneven_dtensor_chunk_meta=False"

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine.collectives import agree, exchange
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -104,7 +104,7 @@ def refuse_differences(values: Mapping[str, object], groups: Groups) -> None:
     rank = dist.get_rank()
     found = [f"{name}\0{values.get(name, 'nothing')}\0{rank}" for name in different]
     ranks_of: dict[str, dict[str, list[int]]] = {name: defaultdict(list) for name in different}
-    for text in agree(found, groups):
+    for text in exchange(found, groups):
         name, value, of_rank = text.split("\0")
         ranks_of[name][value].append(int(of_rank))
     lines = []

@@ -321,10 +321,24 @@ def agree(
         problems: the problems of this rank.
         groups: groups that together reach every rank; None for all ranks of the program.
     """
-    known = set(problems)
+    known = sorted(set(problems))
     for group in groups:
-        if dist.get_world_size(group) == 1 or have_equal(known, group):
-            continue
+        if dist.get_world_size(group) > 1 and not have_equal(known, group):
+            known = exchange(known, [group])
+    return known
+
+
+def exchange(
+    texts: Iterable[str], groups: Sequence[dist.ProcessGroup | None] = (None,)
+) -> list[str]:
+    """Return the texts of all ranks, sorted, each once; for those that differ in any case.
+
+    Args:
+        texts: the texts of this rank.
+        groups: groups that together reach every rank; None for all ranks of the program.
+    """
+    known = set(texts)
+    for group in groups:
         of_all_ranks: list[set[str]] = [set()] * dist.get_world_size(group)
         with observing("all_gather_object", None, group):
             dist.all_gather_object(of_all_ranks, known, group=group)
@@ -332,11 +346,11 @@ def agree(
     return sorted(known)
 
 
-def have_equal(texts: Iterable[str], group: dist.ProcessGroup | None) -> bool:
-    """Return True if all ranks of a group have the same texts; a collective."""
+def have_equal(texts: Sequence[str], group: dist.ProcessGroup | None) -> bool:
+    """Return True if all ranks of a group have the same sorted texts; a collective."""
     # Nearly always they have. A digest of them takes as long for 8,192 ranks as for 8, where every
     # rank would unpickle the objects of all others.
-    digest = hashlib.sha256("\0".join(sorted(texts)).encode()).digest()
+    digest = hashlib.sha256("\0".join(texts).encode()).digest()
     words = torch.tensor([int.from_bytes(digest[:7], "big"), int.from_bytes(digest[7:14], "big")])
     extremes = torch.stack([words, -words])  # the largest, and the smallest with its sign changed
     operand = extremes.to(dist.distributed_c10d._get_object_coll_device(group))

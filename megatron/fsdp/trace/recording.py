@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.fsdp.engine import observe
-from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine.collectives import agree, exchange
 from megatron.fsdp.engine.observe import GATHER, OTHER, REDUCE
 from megatron.fsdp.trace import failed_collectives
 from megatron.fsdp.trace.recorder import COMPUTE, STORAGE, Recorder, TraceEntry
@@ -66,7 +66,7 @@ def record(
         )
     failed_collectives.watch()
     check_directory(directory, ranks)
-    origin = min(float(begin) for begin in agree([repr(time.time())]))
+    origin = min(float(begin) for begin in exchange([repr(time.time())]))
     recorder = Recorder()
     observe.add(recorder)
     try:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from typing import Any
@@ -157,7 +157,7 @@ def entered_together() -> Iterator[None]:
         yield
 
 
-def _exchange(texts: Iterable[str], group: dist.ProcessGroup | None) -> bool:
+def _exchange(texts: Sequence[str], group: dist.ProcessGroup | None) -> bool:
     """Let ranks exchange texts, as if they were not equal."""
     return False
 

@@ -415,4 +415,4 @@ def copy_model() -> str:
 
 
 def test_copies_are_refused(ranks: Ranks) -> None:
-    assert all("save model.state_dict()" in message for message in ranks(2, copy_model))
+    assert all("save its state_dict()" in message for message in ranks(2, copy_model))

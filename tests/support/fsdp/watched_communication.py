@@ -58,8 +58,10 @@ def watching_streams() -> Iterator[list[tuple[str, int]]]:
     streams: dict[int, str] = {}
     kept: list[Pending] = []
 
-    def watched_launch(self: CpuStreams, stream: str, *collectives_: Any) -> Pending:
-        pending = launch(self, stream, *collectives_)
+    def watched_launch(
+        self: CpuStreams, stream: str, *collectives_: Any, **settings: Any
+    ) -> Pending:
+        pending = launch(self, stream, *collectives_, **settings)
         kept.append(pending)
         streams[id(pending)] = stream
         events.append((stream, len(events)))

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
-from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine import collectives
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.loops_in_c import are_same
 from megatron.fsdp.engine.mesh import Axes
@@ -272,7 +272,7 @@ def _share_entries(own_round: Round, optimizer: Optimizer) -> None:
         for name, value in optimizer.state[matrix.parameter].items():
             if not isinstance(value, DTensor) or matrix.is_with_owner(value):  # not sharded yet
                 entries.append(repr((members, number, name, _described(value))))
-    for text in agree(entries, [ranks.group]):
+    for text in collectives.exchange(entries, [ranks.group]):
         other_members, number, name, description = literal_eval(text)
         matrix = own_round[number]
         if other_members == members and not matrix.is_own:

@@ -65,6 +65,7 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "test_embedding_strategies.py::test_each_kind_has_its_level": {
         "fully_shard_model": ("embedding_zero_dp_strategy",),
+        "DistributedDataParallelConfig": ("embedding_data_parallel_sharding_strategy",),
     },
     "test_ignored_params.py::test_training_with_ignored_parameters_matches_the_unsharded_model": {
         "fully_shard_model": ("ignored_params",),
