@@ -52,7 +52,8 @@ def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
             _fill_state(inner)
             continue
         # Fused optimizers (Transformer Engine's and Apex's) create their own, with steps by group.
-        part.init_state_fn(inner, part.config)
+        if part.init_state_fn is not None:  # SGD has none
+            part.init_state_fn(inner, part.config)
         for group in inner.param_groups:
             if "betas" in group:  # Muon does not count steps
                 group.setdefault("step", 0)

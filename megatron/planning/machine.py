@@ -132,7 +132,7 @@ class Cluster:
     def _nodes_of(self, ranks: Sequence[int]) -> int:
         """Return the number of nodes, or racks, that ranks are on."""
         domain = self.domain
-        if isinstance(ranks, range) and ranks.step <= domain:  # no node is left out
+        if isinstance(ranks, range) and 0 < ranks.step <= domain:  # no node is left out
             return ranks[-1] // domain - ranks[0] // domain + 1
         return len({rank // domain for rank in ranks})
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.engine.collectives import agree
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import ResidualBlock
@@ -187,3 +188,13 @@ def test_stages_of_a_pipeline_have_other_parameters_and_optimizers() -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1 * (1 + stage))
     mesh = mesh_of("pp", "dp", sizes=(2, 1))
     fully_shard(module, optimizer, mesh, dp_shard_dim="dp", fsdp_unit_modules=[nn.Linear])
+
+
+@on_ranks(2)
+def test_any_texts_are_agreed_on_wherever_tensors_are_made() -> None:
+    is_first = dist.get_rank() == 0
+    assert agree(["no\udcff file"] if is_first else []) == ["no\udcff file"]  # its name is no UTF-8
+    assert agree([""] if is_first else []) == [""]
+    assert agree(["a\0b"] if is_first else ["a", "b"]) == ["a", "a\0b", "b"]
+    with torch.device("meta"):
+        assert agree(["same"]) == ["same"]

@@ -103,9 +103,9 @@ def _fitting(
     """Return the numbers of the groups that the rules allow for a parameter.
 
     A rule counts only if the groups differ in it. That of decay counts for any two multipliers: of
-    0.5 and 1, neither is that of a bias.
+    0.5 and 1, neither is that of a bias. A group without one has 1.
     """
-    multipliers = [group.get("wd_mult") for group in groups]
+    multipliers = [group.get("wd_mult", 1.0) for group in groups]
     fitting = list(range(len(groups)))
     if len(set(multipliers)) > 1:
         should_decay = _has_weight_decay(name, shape, decay_query_key_norms)

@@ -350,12 +350,17 @@ def have_equal(texts: Sequence[str], group: dist.ProcessGroup | None) -> bool:
     """Return True if all ranks of a group have the same sorted texts; a collective."""
     # Nearly always they have. A digest of them takes as long for 8,192 ranks as for 8, where every
     # rank would unpickle the objects of all others.
-    digest = hashlib.sha256("\0".join(texts).encode()).digest()
-    words = torch.tensor([int.from_bytes(digest[:7], "big"), int.from_bytes(digest[7:14], "big")])
-    extremes = torch.stack([words, -words])  # the largest, and the smallest with its sign changed
-    operand = extremes.to(dist.distributed_c10d._get_object_coll_device(group))
-    all_reduce_over(operand, [group], dist.ReduceOp.MAX)
-    return torch.equal(operand[0], -operand[1])
+    digest = hashlib.sha256(ascii(texts).encode()).digest()
+    first = int.from_bytes(digest[:7], "big")
+    second = int.from_bytes(digest[7:14], "big")
+    # The largest words of all ranks, and the smallest with their signs changed.
+    extremes = torch.tensor(
+        [[first, second], [-first, -second]],
+        dtype=torch.int64,
+        device=dist.distributed_c10d._get_object_coll_device(group),
+    )
+    all_reduce_over(extremes, [group], dist.ReduceOp.MAX)
+    return torch.equal(extremes[0], -extremes[1])
 
 
 def all_reduce_over(

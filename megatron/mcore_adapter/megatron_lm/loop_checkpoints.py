@@ -176,9 +176,9 @@ class LoopCheckpoints:
             source = checkpointing.choose_source(args, log)
             if source is None:
                 return 0, 0
-            if parts.optimizer is not None:  # moments that have scales are read without them
-                make_optimizer_state(parts.optimizer)
             with entered_together():
+                if parts.optimizer is not None:  # moments that have scales are read without them
+                    make_optimizer_state(parts.optimizer)
                 progress = checkpointing.load_source(source, args, parts, log)
         if args.save:
             on_first_rank(lambda: save_directory.follow(args.save, source))
