@@ -38,7 +38,10 @@ from megatron.checkpoint.commands.command import Program  # noqa: E402
 from megatron.checkpoint.store import durable  # noqa: E402
 from megatron.planning.candidates import Choices, candidates, no_mesh  # noqa: E402
 from megatron.planning.costs.model_sizes import sizes_of_arguments  # noqa: E402
-from megatron.planning.layer_costs import recompute_of_arguments, software_of_arguments  # noqa: E402
+from megatron.planning.layer_costs import (  # noqa: E402
+    recompute_of_arguments,
+    software_of_arguments,
+)
 from megatron.planning.machine import MACHINES, Cluster, find_machine  # noqa: E402
 from megatron.planning.picture import draw_plan  # noqa: E402
 from megatron.planning.presets import PRESETS  # noqa: E402

@@ -148,7 +148,7 @@ class ParamGroup:
         self.main_state = MainState.INSTALLED
         self._kept: torch.Tensor | None = None  # the compute shard to gather while HELD, if cast
         self._all_gather: Pending | None = None
-        self.guard = WeightGuard(self.parameters, self.names, unit_name)
+        self.guard = WeightGuard(self.parameters, self._names)
         self.gradients = self._make_gradients(gradient_storage)
 
     def __str__(self) -> str:
@@ -172,7 +172,6 @@ class ParamGroup:
         """Use other names of the parameters and of their unit, in messages and for observers."""
         self._names.unit = unit_name
         self._names.parameters = list(names)
-        self.guard.rename(names, unit_name)
         for buffer in self.buffers:
             buffer.name = self._buffer_name
 

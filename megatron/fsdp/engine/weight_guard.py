@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megatron.fsdp.engine.gradients import GroupNames
 from megatron.fsdp.engine.loops_in_c import attributes, set_all
 
 NOT_GATHERED = (
@@ -121,20 +122,15 @@ class WeightGuard:
 
     Args:
         parameters: the compute parameters.
-        names: a name for each of them, for messages.
-        unit_name: name of their unit, for messages.
+        names: of the group, for messages.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        names: Sequence[str],
-        unit_name: str,
-    ):
+    def __init__(self, parameters: Sequence[nn.Parameter], names: GroupNames):
         self._parameters = parameters
-        self._unit_name = unit_name
-        self._name_of = dict(zip(_versions, names))
-        _guard_of_version.update(dict.fromkeys(self._name_of, self))
+        self._names = names
+        # Index of a parameter by the version that it has while it is guarded.
+        self._index_of = dict(zip(_versions, range(len(parameters))))
+        _guard_of_version.update(dict.fromkeys(self._index_of, self))
         self._plain: list[nn.Parameter] | None = None  # parameters of no subclass
         self._saved: tuple[int, ...] | None = None  # version counters while guarded
 
@@ -147,7 +143,7 @@ class WeightGuard:
         """Refuse reads of the parameters."""
         if self._saved is None:
             self._saved = self.versions
-            _set_versions(tuple(self._parameters), tuple(self._name_of))
+            _set_versions(tuple(self._parameters), tuple(self._index_of))
             if self._plain is None:  # tensor subclasses have functions of their own
                 self._plain = [
                     parameter for parameter in self._parameters if type(parameter) is nn.Parameter
@@ -163,14 +159,10 @@ class WeightGuard:
             _set_versions(tuple(self._parameters), self._saved)
             self._saved = None
 
-    def rename(self, names: Sequence[str], unit_name: str) -> None:
-        """Use other names of the parameters and of their unit in messages."""
-        self._unit_name = unit_name
-        self._name_of = dict(zip(self._name_of, names))
-
     def message(self, version: int) -> str:
         """Return the error message for a read of the parameter with this version."""
-        return NOT_GATHERED.format(unit=self._unit_name, name=self._name_of[version])
+        name = self._names.parameters[self._index_of[version]]
+        return NOT_GATHERED.format(unit=self._names.unit, name=name)
 
 
 class GuardedParameter(FunctionsOfTorch, nn.Parameter):
