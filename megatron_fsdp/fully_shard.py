@@ -438,7 +438,7 @@ def _translated(keywords: dict[str, Any]) -> tuple[Problems, Settings]:
     of_mesh = {keyword: keywords[keyword] for keyword in KEYWORDS[Mesh].values()}
     mesh = problems.check(FSDPDistributedIndex, **of_mesh)
     older = keywords["check_for_nan_in_grad"]
-    if older is False and keywords["report_nan_in_param_grad"] is True:
+    if older is not None and not older and keywords["report_nan_in_param_grad"] is True:
         problems.add(
             "check_for_nan_in_grad=False contradicts report_nan_in_param_grad=True: give one of"
             " them"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command of a first day on GPUs: what it reports, refuses and, rehearsed on CPUs, runs."""
 
+import json
 import re
 import signal
 from dataclasses import replace
@@ -12,7 +13,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.comparison.model import Workload
 from tests.gpu import check
+from tests.gpu.planned_step import kind_of, print_beside_plan, row_of
 from tests.gpu.profiled_step import covered_share
 from tests.gpu.steps import STEPS, SUSPECTED, TORCHRUN, Step
 from tests.gpu.suspected import (
@@ -25,6 +28,28 @@ from tests.gpu.suspected import (
 from tests.gpu.training import ON_EVERY_STREAM, TRAININGS, suits
 from tests.support.cuda_model.scenarios import SCENARIOS
 from tests.support.fsdp.reference import Ranks
+from tests.support.rank_pool import run_ranks
+
+
+def row_of_a_step() -> dict[str, Any]:
+    """Job: return the row of a step that has taken a tenth of a second."""
+    workload = Workload(2, 128, 64, 1, 512, "bfloat16", 1, recompute=False)
+    return row_of(workload, "h100", seconds=0.1, num_bytes=0)
+
+
+def test_a_measured_step_is_printed_beside_its_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = {"NVIDIA H200": "h200", "NVIDIA GB200": "gb200", "NVIDIA A100-SXM4-80GB": "a100"}
+    assert {name: kind_of(name) for name in kinds} == kinds
+    (row, _) = run_ranks(2, row_of_a_step)
+    path = tmp_path / "measured_run.jsonl"
+    path.write_text(json.dumps(row))
+    print_beside_plan(path)
+    assert re.match(r"figure: a step takes 100.0 ms, planned \d+\.\d ", capsys.readouterr().out)
+    path.write_text(json.dumps({**row, "hardware": {"kind": "CPU", "gpus_per_node": 2}}))
+    print_beside_plan(path)
+    assert "not planned: no machine with GPUs of kind cpu" in capsys.readouterr().out
 
 
 def results_in(folder: Path) -> dict[str, str]:
