@@ -115,8 +115,8 @@ def of_batch(trees: Sequence[ScaleRow]) -> str:
                 best = max(best, row.utilization)
         found.append(f"{best:.0%} for {model.title}")
     return (
-        f"- On {MOST:,} H100 with the batch of the run no strategy has more than"
-        f" {', '.join(found)}."
+        f"- On {MOST:,} H100 with the batch of the run no strategy of this page has"
+        f" more than {', '.join(found)}. Context parallelism is not among them and may have more."
     )
 
 

@@ -235,8 +235,11 @@ def hybrid_lines(title: str, trees: Sequence[ScaleRow], rings: Sequence[ScaleRow
             if "no" in (of_trees, of_rings):
                 cells.append("does not fit")
             else:
-                gained = f"{of_trees} / {of_rings}"
-                cells.append(f"{gained}, {more_memory(rings, model, (plain, hybrid), number)}")
+                gib = (
+                    select(rings, model, hybrid)[number].gib
+                    - select(rings, model, plain)[number].gib
+                )
+                cells.append(f"{of_trees} / {of_rings}, {gib:+.0f} GiB")
         yield f"| {title} | {model.title} | {plain} | {' | '.join(cells)} |"
 
 
@@ -255,21 +258,6 @@ def hybrid_cell(
     if not (plain.fits and hybrid.fits):
         return "no"
     return f"{hybrid.tokens_per_second / plain.tokens_per_second:.2f}"
-
-
-def more_memory(
-    rows: Sequence[ScaleRow], model: ModelOfScale, names: tuple[str, str], number: int
-) -> str:
-    """Return the GiB that hybrid sharding needs beside those of plain sharding.
-
-    Args:
-        rows: of all models.
-        model: of the table's row.
-        names: of both strategies, the plain one first.
-        number: of GPUs.
-    """
-    plain, hybrid = (select(rows, model, name)[number] for name in names)
-    return f"{hybrid.gib - plain.gib:+.0f} GiB"
 
 
 def rate_lines() -> Iterator[str]:

@@ -4,9 +4,9 @@
 A layer gets a buffer from the weight by ``get_main_grad()``, writes its product there or adds it,
 and sets ``grad_added_to_main_grad``. To autograd it returns a dummy gradient of the right shape.
 The buffer of the first call is the weight's part of the flat tensor in which local gradients
-accumulate, as long as it is empty and the dtype is the weight's: such a product is never
-copied. Every other call gets a buffer of its own, so a weight that is used twice in one backward
-(tied embeddings, multi-token prediction) keeps both products.
+accumulate, as long as that has no gradients yet and the dtype is the weight's: such a product is
+never copied. Every other call gets a buffer of its own, so a weight that is used twice in one
+backward (tied embeddings, multi-token prediction) keeps both products.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron.planning.costs.gpu_kernels import FITTED, FP32, Fitted, Kernels
+from megatron.planning.costs.gpu_kernels import FP32, Kernels
 from megatron.planning.costs.layer_memory import (
     ATTENTION_CORE,
     FULL,
@@ -47,7 +47,6 @@ class GptCosts:
         software: of the run; None: that of ``pretrain_gpt.py``, as the arguments ask for it.
         recompute: what the backward computes again, and the part of layers that are recomputed;
             None: as the arguments ask for it.
-        fitted: constants of the model of time.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class GptCosts:
         machine: Cluster,
         software: Software | None = None,
         recompute: tuple[str, float] | None = None,
-        fitted: Fitted = FITTED,
     ):
         sizes = sizes_of_arguments(args)
         mesh = mesh_of_arguments(args)
@@ -66,9 +64,9 @@ class GptCosts:
             recompute = (recompute_of_arguments(args), 1.0)
         self._recompute, self._part = recompute
         self._update_bytes = software.update_bytes
-        self._kernels = Kernels(machine, software, fitted)
+        self._kernels = Kernels(machine, software)
         self._num_outputs = 1 + sizes.predicted_tokens
-        self._work = LayerWork(sizes, mesh, machine, software, fitted)
+        self._work = LayerWork(sizes, mesh, machine, software)
         self._memory = LayerMemory(sizes, mesh, software, self._recompute, self._part)
 
     def update_seconds(self, num_elements: int) -> float:

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -145,9 +145,11 @@ def completed(words: Sequence[str]) -> list[str]:
         kept = _without(kept, TOKENIZER_TYPE)
         kept += [TOKENIZER_TYPE, NUMBERS]
         size = size or str(NUM_BYTES + 1)
-    if size is not None and size.isdecimal():  # the loop refuses other words
+    if size is not None:
+        with suppress(ValueError):  # the loop refuses what is no number
+            size = str(int(size) + size_difference(kind))
         kept = _without(kept, VOCAB_SIZE)
-        kept += [VOCAB_SIZE, str(int(size) + size_difference(kind))]
+        kept += [VOCAB_SIZE, size]
     length = value_of(words, "--seq-length")
     if length is not None and value_of(words, "--max-position-embeddings") is None:
         kept += ["--max-position-embeddings", length]
@@ -194,7 +196,8 @@ def loop_arguments(words: Sequence[str], num_ranks: int) -> argparse.Namespace:
     """Return the arguments as the loop completes and checks them, for a run of so many ranks.
 
     Flags of this program that the loop does not have get their defaults. No rank is contacted, and
-    the process is left as it was.
+    the environment, the command line and torch's deterministic switch are restored. Without CUDA,
+    what ``cpu.install()`` replaces stays replaced.
 
     Args:
         words: the command line of ``pretrain_gpt.py``.

@@ -98,6 +98,7 @@ def test_the_command_line_gets_what_the_loop_asks_for_and_no_more() -> None:
         ((0, 18, 0), "", 257),
         ((0, 17, 1), "--tokenizer-type ByteTokenizer --vocab-size 3072", 3071),
         ((0, 18, 0), "--tokenizer-type ByteTokenizer --vocab-size 3072", 3072),
+        ((0, 17, 1), "--tokenizer-type ByteTokenizer --vocab-size 3_072", 3071),
         ((0, 17, 1), "--tokenizer-type NullTokenizer --vocab-size=128", 128),
         ((0, 18, 0), "--tokenizer-type NullTokenizer --vocab-size=128", 129),
         ((0, 17, 1), "--tokenizer-type TikTokenizer --vocab-size 128", 128),

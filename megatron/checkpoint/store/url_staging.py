@@ -129,7 +129,7 @@ def _enter(room: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(lock, flags, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if _is_current(descriptor, lock):
+        if is_current(descriptor, lock):
             break
         os.close(descriptor)  # its last user has removed it in the meantime
     _rooms[room] = descriptor
@@ -150,7 +150,7 @@ def _remove_if_unused(lock: Path) -> None:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_current(descriptor, lock):
+            if is_current(descriptor, lock):
                 shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
                 lock.unlink()
         finally:
@@ -161,7 +161,8 @@ def _lock_of(room: Path) -> Path:
     return room.with_name(f"{room.name}.lock")
 
 
-def _is_current(descriptor: int, path: Path) -> bool:
+def is_current(descriptor: int, path: Path) -> bool:
+    """Return True if the open file is still the one at its path."""
     try:
         locked_file = os.fstat(descriptor)
         file_now = os.stat(path)

@@ -116,7 +116,7 @@ class Setting:
         return all(is_stored(part, saved) for part in self.parts)
 
     def difference(self, saved: argparse.Namespace, own: argparse.Namespace) -> str | None:
-        """Describe the difference between two complete sets of arguments; None if equal."""
+        """Describe the difference between two complete sets of arguments, if both use it."""
         counts = self.parts[0].counts
         if not (counts(saved) and counts(own)):
             return None  # neither uses it, or what it depends on differs and is reported

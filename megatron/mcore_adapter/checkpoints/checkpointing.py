@@ -50,6 +50,7 @@ from megatron.mcore_adapter.checkpoints.saved_state import (
     run_state,
 )
 from megatron.mcore_adapter.checkpoints.torch_dist_format import TorchDistFormat
+from megatron.mcore_adapter.core_optimizers import make_optimizer_state
 from megatron.mcore_adapter.precision_aware import unscaled_moments
 from megatron.mcore_adapter.run.errors import RunError, is_of_machine
 from megatron.mcore_adapter.run.first_rank import Log, on_first_rank, wait_until_visible
@@ -409,6 +410,8 @@ def _read(
     Raises:
         ValueError: it does not fit this run, lacks an entry, or is damaged.
     """
+    if parts.optimizer is not None:
+        make_optimizer_state(parts.optimizer)  # moments that have scales are read without them
     try:
         with unscaled_moments(parts.optimizer, is_load=True):
             loaded = format_for(args).load(

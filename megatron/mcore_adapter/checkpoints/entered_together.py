@@ -152,13 +152,13 @@ def entered_together() -> Iterator[None]:
                 stack.callback(setattr, dist, name, collective)
                 setattr(dist, name, _gated(collective, name))
         stack.callback(setattr, collectives, "have_equal", collectives.have_equal)
-        collectives.have_equal = _exchange
+        collectives.have_equal = _never_equal
         stack.enter_context(_gates.section())
         yield
 
 
-def _exchange(texts: Sequence[str], group: dist.ProcessGroup | None) -> bool:
-    """Let ranks exchange texts, as if they were not equal."""
+def _never_equal(texts: Sequence[str], group: dist.ProcessGroup | None) -> bool:
+    """Return False, so that ranks exchange their texts, which has a gate."""
     return False
 
 

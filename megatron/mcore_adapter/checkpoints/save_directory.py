@@ -23,6 +23,7 @@ from pathlib import Path
 
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.store import directory, durable, stores
+from megatron.checkpoint.store.url_staging import is_current
 from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.checkpoints import url_saves
 from megatron.mcore_adapter.checkpoints.checkpoint_source import (
@@ -373,7 +374,7 @@ def _acquire(folder: Path, log: Log) -> int | None:
             if error.errno not in _TAKEN:
                 raise
         else:
-            if _is_current(descriptor, folder / LOCK):
+            if is_current(descriptor, folder / LOCK):
                 _sign(descriptor)
                 return descriptor
             os.close(descriptor)  # the run that had locked the file has removed it meanwhile
@@ -387,16 +388,6 @@ def _acquire(folder: Path, log: Log) -> int | None:
             is_announced = True
             log(f"--save {folder} is in use by {holder}: waiting {WAIT_SECONDS:.0f} s for its end")
         time.sleep(_POLL_SECONDS)
-
-
-def _is_current(descriptor: int, path: Path) -> bool:
-    """Return True if the open file is still the one at its path."""
-    try:
-        locked_file = os.fstat(descriptor)
-        file_now = os.stat(path)
-        return os.path.samestat(locked_file, file_now)
-    except FileNotFoundError:
-        return False
 
 
 def _sign(descriptor: int) -> None:

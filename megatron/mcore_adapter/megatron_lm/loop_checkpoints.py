@@ -35,7 +35,6 @@ from megatron.mcore_adapter.checkpoints.checkpoint_source import (
     non_persistent_root,
 )
 from megatron.mcore_adapter.checkpoints.entered_together import entered_together
-from megatron.mcore_adapter.core_optimizers import make_optimizer_state
 from megatron.mcore_adapter.megatron_lm.loaded_names import Arguments, Function, with_original
 from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.run.environment import log
@@ -177,8 +176,6 @@ class LoopCheckpoints:
             if source is None:
                 return 0, 0
             with entered_together():
-                if parts.optimizer is not None:  # moments that have scales are read without them
-                    make_optimizer_state(parts.optimizer)
                 progress = checkpointing.load_source(source, args, parts, log)
         if args.save:
             on_first_rank(lambda: save_directory.follow(args.save, source))

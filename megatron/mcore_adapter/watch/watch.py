@@ -80,7 +80,7 @@ class Watch:
 
     Args:
         args: arguments of the run: ``distributed_timeout_minutes``, ``distributed_backend`` and
-            ``save``, in which the file for errors lies.
+            ``save``; see :func:`error_file`.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -352,9 +352,9 @@ class Watch:
 def error_file(save: str | None) -> Path:
     """Return the path of this rank's file for errors.
 
-    It is in ``errors`` in the directory of checkpoints; or in a temporary one without it, or
-    if the checkpoints are at a URL. The file exists only after an error, and its modification time
-    shows other ranks whether that was a moment ago.
+    It is in ``errors`` in the directory of checkpoints; or in a temporary one without
+    ``--save``, or if the checkpoints are at a URL. The file exists only after an error, and its
+    modification time shows other ranks whether that was a moment ago.
     """
     name = f"rank{environment_rank()}.txt"
     if save and not is_staged(save):
