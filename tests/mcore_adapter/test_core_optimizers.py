@@ -167,3 +167,10 @@ def test_checkpoints_take_any_number_of_optimizers_in_a_chain() -> None:
     for number in range(3):
         with unscaled_moments(ChainedOptimizer(parts[:number])):
             pass
+
+
+def test_fused_optimizers_without_state_before_a_step_count_steps_alone() -> None:
+    inner = SimpleNamespace(param_groups=[{"betas": (0.9, 0.95)}, {}])
+    part: Any = SimpleNamespace(optimizer=inner, init_state_fn=None, config=None)
+    core_optimizers.make_optimizer_state(part)
+    assert [group.get("step") for group in inner.param_groups] == [0, None]
