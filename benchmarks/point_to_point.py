@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import click
 import torch
@@ -74,21 +75,21 @@ def make_ways(numel: int, dtype: torch.dtype) -> tuple[Ways, Callable[[], None]]
     return {
         "reduce-scatter": (
             lambda asynchronous: dist.reduce_scatter_tensor(shards[0], full, async_op=asynchronous),
-            messages.reduce_scatter(full, shards[1], group, dist.ReduceOp.SUM),
+            partial(messages.reduce_scatter, full, shards[1], group, dist.ReduceOp.SUM),
         ),
         "all-gather": (
             lambda asynchronous: dist.all_gather_into_tensor(
                 fulls[0], shard, async_op=asynchronous
             ),
-            messages.all_gather([fulls[1]], [shard], group),
+            partial(messages.all_gather, [fulls[1]], [shard], group),
         ),
         "all-gather in place": (
             gather_others,
-            messages.all_gather([fulls[3]], [own[3]], group),
+            partial(messages.all_gather, [fulls[3]], [own[3]], group),
         ),
         "all-gather of two": (
-            collectives.Transport().all_gather(pairs[0], two_shards, group),
-            messages.all_gather(pairs[1], two_shards, group),
+            partial(collectives.Transport().all_gather, pairs[0], two_shards, group),
+            partial(messages.all_gather, pairs[1], two_shards, group),
         ),
     }, check
 

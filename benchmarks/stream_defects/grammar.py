@@ -310,7 +310,7 @@ def expressions(place: DefectPlace) -> Iterator[DrawnDefect]:
             case ast.Attribute(attr="current_stream"):
                 text = place.file.text_of(node).replace("current_stream", "default_stream")
                 yield rewritten(place, "the default stream", node, text)
-            case ast.keyword(arg="async_op" | "async_ops" | "asynchronous", value=value):
+            case ast.keyword(arg="async_op" | "async_ops", value=value):
                 is_true = isinstance(value, ast.Constant) and value.value is True
                 if not is_true:
                     yield rewritten(place, "asynchronous", value, "True")

@@ -324,7 +324,7 @@ DEFECTS = [
     defect(
         "a gather of several groups is not awaited",
         "frozen_in_part",
-        {"engine.collectives:Transport.all_gather": [("async_ops=asynchronous", "async_ops=True")]},
+        {"engine.collectives:Transport.all_gather": [("async_ops=async_op", "async_ops=True")]},
         UNAWAITED,
         RACE,
     ),

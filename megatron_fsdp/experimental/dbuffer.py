@@ -157,7 +157,12 @@ class DBuffer:
         """All-gather the shards of an axis; they must be those that no other axis divides."""
         result = self._placed(axis, Shard(0), Replicate(), out)
         group = self.mesh.get_group(axis)
-        Transport().all_gather([result.local_buffer], [self.local_buffer], group)(False)
+        Transport().all_gather(
+            fulls=[result.local_buffer],
+            shards=[self.local_buffer],
+            group=group,
+            async_op=False,
+        )
         return result
 
     def scatter(
@@ -201,13 +206,13 @@ class DBuffer:
             out: receives the result. None: a new buffer.
         """
         result = self._placed(axis, self.placements[axis], placement, out)
-        start = Transport().reduce_scatter(
+        Transport().reduce_scatter(
             full=self.local_buffer,
             shard=result.local_buffer,
             group=self.mesh.get_group(axis),
             operation=self._operation(axis),
+            async_op=False,
         )
-        start(False)
         return result
 
     def redistribute(self, placements: Iterable[Placement], out: DBuffer | None = None) -> DBuffer:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.fsdp.backends.messages import FIRST_TAG, PeerMessages
 from megatron.fsdp.engine.collectives import Transport
-from megatron.fsdp.engine.device import Collective, Pending, Work
+from megatron.fsdp.engine.device import Pending, Work
 
 # [Note: no deadlock] All sends and receives of a collective are issued when it starts, and gloo's
 # own thread completes them. So collectives may be waited for in any order. The messages between two
@@ -34,7 +34,8 @@ class GlooMessages(Transport):
         fulls: Sequence[torch.Tensor],
         shards: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
-    ) -> Collective:
+        async_op: bool,
+    ) -> Work | None:
         """All-gather by messages at every size.
 
         Args:
@@ -42,32 +43,29 @@ class GlooMessages(Transport):
                 is the shard.
             shards: this rank's shard of each buffer.
             group: the process group.
+            async_op: return the work instead of waiting for it.
         """
         # At levels 1 and 2 the shard that a rank sends is a slice of the buffer that it receives.
         # gloo's own all-gather writes its unchanged values to that slice at any time before the
         # end, which would undo a concurrent write. Messages do not, and neither does NCCL. And
         # gloo's own would end the process where another rank gathers a buffer of another size.
         if not self._uses_gloo(fulls[0], group):
-            return super().all_gather(fulls, shards, group)
-
-        def start() -> Work:
-            rank = group.rank()
-            num_ranks = group.size()
-            others = _other_ranks(rank, num_ranks)
-            messages = PeerMessages(group, _GATHER_TAG)
-            for other in reversed(others):
-                for full in fulls:
-                    messages.receive(_slice(full, other, num_ranks), other)
-            for other in others:
-                for shard in shards:
-                    messages.send(shard, other)
-            for full, shard in zip(fulls, shards, strict=True):
-                own_slice = _slice(full, rank, num_ranks)
-                if own_slice.data_ptr() != shard.data_ptr():
-                    own_slice.copy_(shard)
-            return Pending(messages.wait)
-
-        return _collective(start)
+            return super().all_gather(fulls, shards, group, async_op)
+        rank = group.rank()
+        num_ranks = group.size()
+        others = _other_ranks(rank, num_ranks)
+        messages = PeerMessages(group, _GATHER_TAG)
+        for other in reversed(others):
+            for full in fulls:
+                messages.receive(_slice(full, other, num_ranks), other)
+        for other in others:
+            for shard in shards:
+                messages.send(shard, other)
+        for full, shard in zip(fulls, shards, strict=True):
+            own_slice = _slice(full, rank, num_ranks)
+            if own_slice.data_ptr() != shard.data_ptr():
+                own_slice.copy_(shard)
+        return _work(messages.wait, async_op)
 
     def reduce_scatter(
         self,
@@ -75,7 +73,8 @@ class GlooMessages(Transport):
         shard: torch.Tensor,
         group: dist.ProcessGroup,
         operation: dist.ReduceOp.RedOpType,
-    ) -> Collective:
+        async_op: bool,
+    ) -> Work | None:
         """Reduce-scatter by messages at every size.
 
         Args:
@@ -83,45 +82,45 @@ class GlooMessages(Transport):
             shard: gets the reduced values of this rank's slice.
             group: the process group.
             operation: SUM or AVG.
+            async_op: return the work instead of waiting for it.
         """
         if not self._uses_gloo(full, group):
-            return super().reduce_scatter(full, shard, group, operation)
+            return super().reduce_scatter(full, shard, group, operation, async_op)
+        rank = group.rank()
+        num_ranks = group.size()
+        others = _other_ranks(rank, num_ranks)
+        # Slices are added up in the order of ranks, whatever order they arrive in, in the dtype of
+        # the buffer: ((x0 + x1) + x2) + x3 on every rank. With two ranks the result is that of
+        # gloo's own reduce-scatter to the last bit.
+        order = list(range(num_ranks))
+        if rank == 0:
+            # x0 + x1 is x1 + x0, so this rank too begins with a slice that it receives.
+            order[:2] = [1, 0]
+        messages = PeerMessages(group, _REDUCE_TAG)
+        targets = {}
+        receives = {}
+        for other in reversed(others):
+            target = shard
+            if other != order[0]:
+                target = torch.empty_like(shard)
+            targets[other] = target
+            receives[other] = messages.receive(target, other)
+        for other in others:
+            messages.send(_slice(full, other, num_ranks), other)
 
-        def start() -> Work:
-            rank = group.rank()
-            num_ranks = group.size()
-            others = _other_ranks(rank, num_ranks)
-            # Slices are added up in the order of ranks, whatever order they arrive in, in the dtype
-            # of the buffer: ((x0 + x1) + x2) + x3 on every rank. With two ranks the result is that
-            # of gloo's own reduce-scatter to the last bit.
-            order = list(range(num_ranks))
-            if rank == 0:
-                # x0 + x1 is x1 + x0, so this rank too begins with a slice that it receives.
-                order[:2] = [1, 0]
-            messages = PeerMessages(group, _REDUCE_TAG)
-            targets = {}
-            receives = {}
-            for other in reversed(others):
-                targets[other] = shard if other == order[0] else torch.empty_like(shard)
-                receives[other] = messages.receive(targets[other], other)
-            for other in others:
-                messages.send(_slice(full, other, num_ranks), other)
+        def add_slices() -> None:
+            messages.wait_for(receives[order[0]])
+            for other in order[1:]:
+                if other == rank:
+                    shard.add_(_slice(full, rank, num_ranks))
+                else:
+                    messages.wait_for(receives[other])
+                    shard.add_(targets[other])
+            if operation == dist.ReduceOp.AVG:
+                shard.div_(num_ranks)
+            messages.wait()
 
-            def finish() -> None:
-                messages.wait_for(receives[order[0]])
-                for other in order[1:]:
-                    if other == rank:
-                        shard.add_(_slice(full, rank, num_ranks))
-                    else:
-                        messages.wait_for(receives[other])
-                        shard.add_(targets[other])
-                if operation == dist.ReduceOp.AVG:
-                    shard.div_(num_ranks)
-                messages.wait()
-
-            return Pending(finish)
-
-        return _collective(start)
+        return _work(add_slices, async_op)
 
     def _uses_gloo(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
         """Return True if ``group`` sends ``tensor`` to other ranks through gloo, on a CPU."""
@@ -148,12 +147,9 @@ def _other_ranks(rank: int, num_ranks: int) -> list[int]:
     return [(rank + step) % num_ranks for step in range(1, num_ranks)]
 
 
-def _collective(start: Callable[[], Work]) -> Collective:
-    def run(asynchronous: bool) -> Work | None:
-        work = start()
-        if asynchronous:
-            return work
-        work.wait()
-        return None
-
-    return run
+def _work(finish: Callable[[], None], async_op: bool) -> Work | None:
+    """Return the work that ``finish`` ends, or end it now and return None."""
+    if async_op:
+        return Pending(finish)
+    finish()
+    return None

@@ -56,30 +56,28 @@ class Transport:
         fulls: Sequence[torch.Tensor],
         shards: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
-    ) -> Collective:
-        """Return the all-gather that fills the full tensors with the shards of all ranks.
+        async_op: bool,
+    ) -> Work | None:
+        """Fill the full tensors with the shards of all ranks.
 
         Args:
             fulls: tensors ``[world_size * n]``; ``n`` and the dtype may differ between them.
             shards: this rank's shard ``[n]`` of every full tensor, which may be a slice of it.
             group: the ranks.
+            async_op: return the work instead of waiting for it.
         """
+        work: Work | None
         if len(fulls) == 1:
-            return lambda asynchronous: _all_gather_single(
-                fulls[0],
-                shards[0],
-                group=group,
-                async_op=asynchronous,
-            )
-
-        def start(asynchronous: bool) -> Work | None:
-            # The manager only collects the calls inside of it, and issues them when it ends.
-            with _coalescing_manager(group, async_ops=asynchronous) as coalesced:
-                for full, shard in zip(fulls, shards, strict=True):
-                    _all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)
-            return coalesced if asynchronous else None
-
-        return start
+            work = _all_gather_single(fulls[0], shards[0], group=group, async_op=async_op)
+            return work
+        # The manager only collects the calls inside of it, and issues them when it ends.
+        with _coalescing_manager(group, async_ops=async_op) as coalesced:
+            for full, shard in zip(fulls, shards, strict=True):
+                _all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)
+        if not async_op:
+            return None
+        work = coalesced
+        return work
 
     def reduce_scatter(
         self,
@@ -87,22 +85,25 @@ class Transport:
         shard: torch.Tensor,
         group: dist.ProcessGroup,
         operation: dist.ReduceOp.RedOpType,
-    ) -> Collective:
-        """Return the reduce-scatter that makes ``shard`` this rank's slice of the reduced ``full``.
+        async_op: bool,
+    ) -> Work | None:
+        """Reduce ``full`` over the ranks; ``shard`` becomes this rank's slice of the result.
 
         Args:
             full: ``[world_size * n]``, which may be overwritten.
             shard: ``[n]``, no part of ``full``.
             group: the ranks.
             operation: sum or average.
+            async_op: return the work instead of waiting for it.
         """
-        return lambda asynchronous: _reduce_scatter_single(
+        work: Work | None = _reduce_scatter_single(
             shard,
             full,
             op=operation,
             group=group,
-            async_op=asynchronous,
+            async_op=async_op,
         )
+        return work
 
 
 @dataclass
@@ -171,16 +172,20 @@ class Communicator:
                 owned_shards.append(gather.owned)
         collectives = []
         if owned_shards and self.outer is not None:
-            gather_outer = self.transport.all_gather(outer_shards, owned_shards, self.outer)
-            collectives.append(
-                observed(GATHER, "all_gather", outer_shards, self.outer, gather_outer)
-            )
+            collectives.append(self._all_gather_over(outer_shards, owned_shards, self.outer))
         if self.inner_size > 1:
-            group = self.all_gather_group
-            gather_inner = self.transport.all_gather(fulls, shards, group)
-            collectives.append(observed(GATHER, "all_gather", fulls, group, gather_inner))
+            collectives.append(self._all_gather_over(fulls, shards, self.all_gather_group))
         copies = all_of([gather.filled for gather in gathers])
         return self.streams.launch("gather", *collectives, after=copies)
+
+    def _all_gather_over(
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+    ) -> Collective:
+        start = partial(self.transport.all_gather, fulls, shards, group)
+        return observed(GATHER, "all_gather", fulls, group, start)
 
     def broadcast(
         self,
@@ -213,7 +218,8 @@ class Communicator:
 
         The shapes are ``[inner_size * n]`` and ``[n]``; ``full`` may be overwritten.
         """
-        return self._divide(full, shard, self._reduce_scatter_over(full, shard, self.inner))
+        reduction = self._reduce_scatter_over(full, shard, self.inner)
+        return self._divide(full, shard, reduction)
 
     def _reduce_scatter_over(
         self,
@@ -221,8 +227,9 @@ class Communicator:
         shard: torch.Tensor,
         group: dist.ProcessGroup,
     ) -> Collective:
-        reduction = self.transport.reduce_scatter(full, shard, group, self._operation(full))
-        return observed(REDUCE, "reduce_scatter", (full,), group, reduction)
+        operation = self._operation(full)
+        start = partial(self.transport.reduce_scatter, full, shard, group, operation)
+        return observed(REDUCE, "reduce_scatter", (full,), group, start)
 
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """Reduce ``full`` in place over the inner axis, and divide; see [Note: the divisor]."""
@@ -231,8 +238,13 @@ class Communicator:
             reduction = self._all_reduce_over(full, self.inner)
         return self._divide(full, full, reduction)
 
-    def _all_reduce_over(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Collective:
-        start = partial(dist.all_reduce, tensor, self._operation(tensor), group)
+    def _all_reduce_over(
+        self,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None,
+    ) -> Collective:
+        operation = self._operation(tensor)
+        start = partial(dist.all_reduce, tensor, operation, group)
         return observed(REDUCE, "all_reduce", (tensor,), group, start)
 
     def reduce_scatter_outer(self, shard: torch.Tensor, owned: torch.Tensor) -> Pending:
@@ -241,11 +253,13 @@ class Communicator:
         The shapes are ``[outer_size * n]``, already divided, and ``[n]``.
         """
         assert self.outer is not None
-        return self.streams.launch("reduce", self._reduce_scatter_over(shard, owned, self.outer))
+        reduction = self._reduce_scatter_over(shard, owned, self.outer)
+        return self.streams.launch("reduce", reduction)
 
     def all_reduce_outer(self, shard: torch.Tensor) -> Pending:
         """Reduce ``shard`` in place over the outer axis; it is already divided."""
-        return self.streams.launch("reduce", self._all_reduce_over(shard, self.outer))
+        reduction = self._all_reduce_over(shard, self.outer)
+        return self.streams.launch("reduce", reduction)
 
     def _operation(self, operand: torch.Tensor) -> dist.ReduceOp.RedOpType:
         # NCCL divides before it adds, gloo after: on a CPU a sum of float16 could overflow.
@@ -294,9 +308,14 @@ def local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
     # With a device bound to all ranks, torch would split their communicator (ncclCommSplit). That
     # is a collective of all of them, and would wait for ranks outside, which do not call.
     world = dist.distributed_c10d._get_default_group()
-    device, world.bound_device_id = world.bound_device_id, None
+    device = world.bound_device_id
+    world.bound_device_id = None
     try:
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **settings)
+        group: dist.ProcessGroup = dist.new_group(
+            ranks,
+            use_local_synchronization=True,
+            **settings,
+        )
         return group
     finally:
         world.bound_device_id = device
@@ -313,7 +332,8 @@ def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
 
 
 def agree(
-    problems: Iterable[str], groups: Sequence[dist.ProcessGroup | None] = (None,)
+    problems: Iterable[str],
+    groups: Sequence[dist.ProcessGroup | None] = (None,),
 ) -> list[str]:
     """Return the problems of all ranks, sorted, so that every rank raises the same error.
 
@@ -323,13 +343,16 @@ def agree(
     """
     known = sorted(set(problems))
     for group in groups:
-        if dist.get_world_size(group) > 1 and not have_equal(known, group):
+        if dist.get_world_size(group) == 1:
+            continue
+        if not have_equal(known, group):
             known = exchange(known, [group])
     return known
 
 
 def exchange(
-    texts: Iterable[str], groups: Sequence[dist.ProcessGroup | None] = (None,)
+    texts: Iterable[str],
+    groups: Sequence[dist.ProcessGroup | None] = (None,),
 ) -> list[str]:
     """Return the texts of all ranks, sorted, each once; for those that differ in any case.
 
@@ -396,13 +419,16 @@ def all_gather_uneven(shard: torch.Tensor, group: dist.ProcessGroup) -> list[tor
     # Two all-gathers: one of the sizes, and one of the shards, padded to the longest.
     num_ranks = dist.get_world_size(group)
     sizes = torch.empty(num_ranks, dtype=torch.int64, device=shard.device)
+    size = sizes.new_tensor([shard.numel()])
     with observing("all_gather", sizes, group):
-        _all_gather_single(sizes, sizes.new_tensor([shard.numel()]), group=group)
+        _all_gather_single(sizes, size, group=group)
     longest = int(sizes.max())
     padded = shard.new_zeros(longest)
     padded[: shard.numel()] = shard
     gathered = shard.new_empty(num_ranks * longest)
     with observing("all_gather", gathered, group):
         _all_gather_single(gathered, padded, group=group)
-    rows = gathered.view(num_ranks, longest)
-    return [row[:size] for row, size in zip(rows, sizes.tolist())]
+    shards = []
+    for row, num_elements in zip(gathered.view(num_ranks, longest), sizes.tolist()):
+        shards.append(row[:num_elements])
+    return shards

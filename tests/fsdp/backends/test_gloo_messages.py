@@ -5,9 +5,10 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -54,8 +55,8 @@ def expected_reduction(
     return total / num_ranks if operation == AVG else total
 
 
-def launch(collective: Any) -> Pending:
-    return CpuStreams().launch("any", collective)
+def launch(collective: Callable[..., Any], *args: Any) -> Pending:
+    return CpuStreams().launch("any", partial(collective, *args))
 
 
 def reductions_as_gloo(shard_size: int) -> None:
@@ -65,7 +66,7 @@ def reductions_as_gloo(shard_size: int) -> None:
             full = buffer_of(rank, num_ranks * shard_size, dtype)
             before = full.clone()
             shard, plain = full.new_empty(shard_size), full.new_empty(shard_size)
-            launch(MESSAGES.reduce_scatter(full, shard, group, operation)).wait()
+            launch(MESSAGES.reduce_scatter, full, shard, group, operation).wait()
             assert torch.equal(full, before)
             collectives._reduce_scatter_single(plain, full, op=operation)
             if num_ranks == 2:
@@ -92,8 +93,8 @@ def gathers_as_gloo(shard_size: int) -> None:
         own = in_place.chunk(num_ranks)[rank] if shard_size else in_place
         own.copy_(shard)
         gathers = [
-            launch(MESSAGES.all_gather([apart], [shard], group)),
-            launch(MESSAGES.all_gather([in_place], [own], group)),
+            launch(MESSAGES.all_gather, [apart], [shard], group),
+            launch(MESSAGES.all_gather, [in_place], [own], group),
         ]
         for gather in reversed(gathers):
             gather.wait()
@@ -118,7 +119,7 @@ def gathers_of_several(transport: type[Transport], sizes: list[int], is_in_place
         fulls.append(full)
         expected.append(torch.cat(whole))
     with watching_messages() as (sent, _):
-        launch(transport().all_gather(fulls, shards, group)).wait()
+        launch(transport().all_gather, fulls, shards, group).wait()
     for full, wanted in zip(fulls, expected, strict=True):
         assert torch.equal(full, wanted)
     return len(sent)
@@ -144,10 +145,10 @@ def test_one_rank_sends_nothing() -> None:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     full, shard = torch.arange(4.0), torch.empty(4)
     with watching_messages() as (sent, received):
-        launch(GlooMessages().reduce_scatter(full, shard, group, SUM)).wait()
+        launch(GlooMessages().reduce_scatter, full, shard, group, SUM).wait()
         assert torch.equal(shard, full)
-        launch(GlooMessages().all_gather([full], [full], group)).wait()
-        launch(GlooMessages().all_gather([shard], [full], group)).wait()
+        launch(GlooMessages().all_gather, [full], [full], group).wait()
+        launch(GlooMessages().all_gather, [shard], [full], group).wait()
     assert torch.equal(shard, full)
     assert not sent and not received
 
@@ -157,7 +158,7 @@ def test_a_gather_in_place_does_not_write_the_own_shard() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     full = torch.zeros(num_ranks * 500_000)
     own = full.chunk(num_ranks)[rank]
-    gather = launch(GlooMessages().all_gather([full], [own], dist.group.WORLD))
+    gather = launch(GlooMessages().all_gather, [full], [own], dist.group.WORLD)
     own.fill_(7.0)
     gather.wait()
     assert own.eq(7.0).all()
@@ -195,17 +196,14 @@ def test_a_rank_sends_the_fewest_bytes(num_ranks: int) -> None:
     full = torch.randn(num_ranks * LARGE)
     own, shard = full.chunk(num_ranks)[rank], torch.empty(LARGE)
     least = (num_ranks - 1) * shard.nbytes
-    for collective in (
-        GlooMessages().all_gather([full], [shard], group),
-        GlooMessages().all_gather([full], [own], group),
-    ):
+    for sent_shard in (shard, own):
         with watching_messages() as (sent, received):
-            launch(collective).wait()
+            launch(GlooMessages().all_gather, [full], [sent_shard], group).wait()
         assert total_bytes(sent) == total_bytes(received) == least
         in_full = full.untyped_storage().data_ptr()
         assert all(part.untyped_storage().data_ptr() == in_full for part in received)
     with watching_messages() as (sent, received):
-        launch(GlooMessages().reduce_scatter(full, shard, group, SUM)).wait()
+        launch(GlooMessages().reduce_scatter, full, shard, group, SUM).wait()
     assert total_bytes(sent) == total_bytes(received) == least
     temporary = [part for part in received if part.data_ptr() != shard.data_ptr()]
     assert total_bytes(temporary) == (num_ranks - 2) * shard.nbytes
@@ -215,9 +213,9 @@ def other_sizes(turn: int) -> str:
     """Gather a buffer of another size than the peer, as a rank does that skips a unit."""
     group, rank = dist.new_group([0, 1], timeout=timedelta(seconds=1)), dist.get_rank()
     numel = (8, 24)[rank ^ turn]
-    gather = GlooMessages().all_gather([torch.zeros(2 * numel)], [torch.ones(numel)], group)
+    full, shard = torch.zeros(2 * numel), torch.ones(numel)
     with pytest.raises(RuntimeError) as caught:
-        launch(gather).wait()
+        launch(GlooMessages().all_gather, [full], [shard], group).wait()
     return str(caught.value)
 
 
@@ -242,9 +240,9 @@ def test_other_backends_keep_their_own_collectives() -> None:
         patch.object(dist, "get_backend_config", side_effect=asked) as question,
     ):
         for _ in range(2):
-            launch(transport.reduce_scatter(full, shard, group, SUM)).wait()
-            launch(transport.all_gather([full], [shard], group)).wait()
-            launch(transport.all_gather([full, full.double()], [shard, shard.double()], group))
+            launch(transport.reduce_scatter, full, shard, group, SUM).wait()
+            launch(transport.all_gather, [full], [shard], group).wait()
+            launch(transport.all_gather, [full, full.double()], [shard, shard.double()], group)
         assert question.call_count == 1
     assert not sent and not received
 
@@ -265,10 +263,10 @@ def started_gather(
         own = full.chunk(len(members))[members.index(dist.get_rank())]
         shard = own.copy_(shard)
     if seed % 2:
-        return launch(MESSAGES.all_gather([full], [shard], group)), full, expected
+        return launch(MESSAGES.all_gather, [full], [shard], group), full, expected
     halves = [torch.zeros(2 * len(members)), full]  # beside a buffer of another size and dtype
-    gather = MESSAGES.all_gather(halves, [torch.ones(2), shard], group)
-    return launch(gather), full, expected
+    gather = launch(MESSAGES.all_gather, halves, [torch.ones(2), shard], group)
+    return gather, full, expected
 
 
 def started_reduction(
@@ -283,7 +281,7 @@ def started_reduction(
     expected = expected_reduction(members, shard_size, dtype, operation, seed)
     full = buffer_of(dist.get_rank(), len(members) * shard_size, dtype, seed)
     shard = full.new_empty(shard_size)
-    pending = launch(MESSAGES.reduce_scatter(full, shard, group, operation))
+    pending = launch(MESSAGES.reduce_scatter, full, shard, group, operation)
     return pending, shard, expected
 
 
@@ -324,7 +322,7 @@ def wait_for_a_dead_rank() -> None:
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(3)
-    launch(MESSAGES.reduce_scatter(full, shard, dist.group.WORLD, SUM)).wait()
+    launch(MESSAGES.reduce_scatter, full, shard, dist.group.WORLD, SUM).wait()
 
 
 def test_waiting_for_a_rank_that_died_raises(ranks: Ranks) -> None:
