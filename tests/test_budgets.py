@@ -33,8 +33,8 @@ class Room(NamedTuple):
 ROOMS = [
     # folder                                lines  files
     Room("megatron_fsdp",                   2_900, 17),  # the second generation
-    Room("megatron/fsdp/engine",            5_300, 19),  # one thing a line, arguments documented
-    Room("megatron/fsdp",                  15_800, 73),  # files by nouns, states with docstrings
+    Room("megatron/fsdp/engine",            5_400, 19),  # 7.5 tokens a line, arguments documented
+    Room("megatron/fsdp",                  16_000, 73),  # files by nouns, states with docstrings
     Room("megatron/mcore_adapter",          5_300, 36),  # 7.5 tokens a line, arguments explained
     Room("megatron/checkpoint",            14_200, 64),  # 7.5 tokens a line, arguments explained
     Room("megatron/pretrain",              10_200, 57),  # a row for each flag
@@ -51,7 +51,7 @@ ADDED_ROOMS = [
 
 # The engine: the algorithm, which one reads in an afternoon.
 ENGINE = "megatron/fsdp/engine"
-ENGINE_CODE_LINES = 3_250
+ENGINE_CODE_LINES = 3_400
 ENGINE_DOCSTRINGS = 0.20  # of all lines, at most: accessors need one line
 ENGINE_COMMENTS = 0.05  # of all lines, at least: decisions need reasons
 ENGINE_IGNORES = re.compile(

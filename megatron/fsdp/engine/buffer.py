@@ -106,7 +106,8 @@ class FlatBuffer:
                 self.storage.abandon(self)
             else:
                 self.storage.free(self)
-            self.is_allocated = self.is_in_failed_collective = False
+            self.is_allocated = False
+            self.is_in_failed_collective = False
 
     def discard(self) -> None:
         """Free the storage, and drop the record of its uses."""
@@ -130,7 +131,12 @@ class FlatBuffer:
             storage = memory.untyped_storage()
         # These tensors stay the same objects, but aliases made by `.data` do not follow them.
         for tensor in (self.flat, *self.views, *self.padding, *self._slices):
-            tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+            tensor.set_(
+                storage,
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+            )
         if memory is None:
             storage.resize_(0)
         self.num_moves += 1
@@ -139,7 +145,8 @@ class FlatBuffer:
 
     def slice(self, index: int, count: int) -> torch.Tensor:
         """Return number ``index`` of ``count`` equal slices of the flat tensor."""
-        self._slices.append(self.flat.view(count, -1)[index])
+        slices = self.flat.view(count, -1)
+        self._slices.append(slices[index])
         return self._slices[-1]
 
 
@@ -159,7 +166,11 @@ class ShardMemory:
         """Return a new flat tensor."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def use(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], None]) -> Pending:
+    def use(
+        self,
+        tensor: torch.Tensor,
+        function: Callable[[torch.Tensor], None],
+    ) -> Pending:
         """Begin to call ``function`` with ``tensor`` of this memory, or its copy on the device."""
         function(tensor)
         return Pending()
@@ -257,7 +268,8 @@ class RunningSum:
 
     def add(self, addend: torch.Tensor) -> None:
         """Add ``addend`` ``[numel]``, which may be the result of :meth:`buffer_for`."""
-        if addend is not self._total:  # otherwise it was computed in place
+        is_in_place = addend is self._total
+        if not is_in_place:
             self.memory.add(self.tensor(), addend, self.is_empty)
         self.is_empty = False
 
@@ -267,7 +279,8 @@ class RunningSum:
         self.is_empty = True
         if self._total is not None and not self._holds_address:
             observe.storage("release", self._total)
-            self._total = self._views = None
+            self._total = None
+            self._views = None
 
 
 class ViewSpecs:
@@ -278,7 +291,9 @@ class ViewSpecs:
     """
 
     def __init__(self, views: Sequence[torch.Tensor]):
-        self._specs = [(view.shape, view.stride(), view.storage_offset()) for view in views]
+        self._specs = []
+        for view in views:
+            self._specs.append((view.shape, view.stride(), view.storage_offset()))
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the same views of ``flat``."""
@@ -287,15 +302,19 @@ class ViewSpecs:
 
 def padding_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the slices of a flat tensor that belong to no parameter."""
-    used = sorted(
-        (position.start, position.stop) for position in layout.positions if position.numel
-    )
+    used = []
+    for position in layout.positions:
+        if position.numel:
+            used.append((position.start, position.stop))
+    used.sort()
     padding = []
     end = 0  # end of the parameters so far
-    for start, stop in [*used, (layout.numel, layout.numel)]:
+    for start, stop in used:
         if end < start:
             padding.append(flat[end:start])
         end = stop
+    if end < layout.numel:
+        padding.append(flat[end:])
     return padding
 
 
@@ -314,4 +333,5 @@ def shard_view(
         rank: the owner of the shard.
     """
     start, stop = layout.shard_range(index, rank)
-    return shard[start:stop].view(layout.owned(index, rank).local_shape)
+    local_shape = layout.owned(index, rank).local_shape
+    return shard[start:stop].view(local_shape)

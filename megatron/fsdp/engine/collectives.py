@@ -73,7 +73,11 @@ class Transport:
         # The manager only collects the calls inside of it, and issues them when it ends.
         with _coalescing_manager(group, async_ops=async_op) as coalesced:
             for full, shard in zip(fulls, shards, strict=True):
-                _all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)
+                _all_gather_single(
+                    full.view(torch.uint8),
+                    shard.view(torch.uint8),
+                    group=group,
+                )
         if not async_op:
             return None
         work = coalesced
@@ -146,15 +150,22 @@ class Communicator:
 
     def partition(self, shards_inner: bool, shards_outer: bool) -> Partition:
         """Return the shards of a buffer that one or both axes divide, and this rank's."""
-        num_inner = num_outer = 1
-        inner_rank = outer_rank = 0
+        num_inner = 1
+        num_outer = 1
+        inner_rank = 0
+        outer_rank = 0
         if shards_inner:
             num_inner = self.inner_size
             inner_rank = self.inner_rank
         if shards_outer:
             num_outer = self.outer_size
             outer_rank = self.outer_rank
-        return Partition(num_inner, num_outer, inner_rank, outer_rank)
+        return Partition(
+            num_inner=num_inner,
+            num_outer=num_outer,
+            inner_rank=inner_rank,
+            outer_rank=outer_rank,
+        )
 
     # ---- weights
 
@@ -172,9 +183,11 @@ class Communicator:
                 owned_shards.append(gather.owned)
         collectives = []
         if owned_shards and self.outer is not None:
-            collectives.append(self._all_gather_over(outer_shards, owned_shards, self.outer))
+            over_outer = self._all_gather_over(outer_shards, owned_shards, self.outer)
+            collectives.append(over_outer)
         if self.inner_size > 1:
-            collectives.append(self._all_gather_over(fulls, shards, self.all_gather_group))
+            over_inner = self._all_gather_over(fulls, shards, self.all_gather_group)
+            collectives.append(over_inner)
         copies = all_of([gather.filled for gather in gathers])
         return self.streams.launch("gather", *collectives, after=copies)
 
@@ -373,7 +386,8 @@ def have_equal(texts: Sequence[str], group: dist.ProcessGroup | None) -> bool:
     """Return True if all ranks of a group have the same sorted texts; a collective."""
     # Nearly always they have. A digest of them takes as long for 8,192 ranks as for 8, where every
     # rank would unpickle the objects of all others.
-    digest = hashlib.sha256(ascii(texts).encode()).digest()
+    text = ascii(texts).encode()
+    digest = hashlib.sha256(text).digest()
     first = int.from_bytes(digest[:7], "big")
     second = int.from_bytes(digest[7:14], "big")
     # The largest words of all ranks, and the smallest with their signs changed.

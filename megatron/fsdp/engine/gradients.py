@@ -133,7 +133,8 @@ class GroupGradients(StateOwner[GradientState]):
         # How often gradients written by layers were forgotten; copies of them are then worthless.
         self.num_forgotten = 0
 
-        self._padding = ViewSpecs(padding_of(torch.empty(layout.numel, device="meta"), layout))
+        flat = torch.empty(layout.numel, device="meta")
+        self._padding = ViewSpecs(padding_of(flat, layout))
         self.state = GradientState.EMPTY
         # The flat tensor; None also if this rank has no gradients that wait.
         self._local: FlatBuffer | FlatGradient | None = None
@@ -242,7 +243,11 @@ class GroupGradients(StateOwner[GradientState]):
         else:
             total = gradient_sum.tensor()
             # The rank owns whole parameters, so these are their views too.
-            self._local = FlatGradient(total, gradient_sum.views(), self._padding.views_of(total))
+            self._local = FlatGradient(
+                total,
+                gradient_sum.views(),
+                self._padding.views_of(total),
+            )
             if not gradient_sum.is_empty:
                 return self._local, True
         # Only the padding is zeroed if the caller writes everything else.

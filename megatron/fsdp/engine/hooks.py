@@ -89,26 +89,29 @@ class UnitHooks:
         # Ids of the hooks on modules, which a copy of the module must not have.
         self.hook_ids: set[int] = set()
         self._on_parameters: list[RemovableHandle] = []
-        post_forward = torch.compiler.disable(self._post_forward)
         for unit in schedule.units:
-            pre_forward = torch.compiler.disable(partial(self._pre_forward, unit))
-            for module in unit.modules:
-                before = module.register_forward_pre_hook(
-                    pre_forward,
-                    prepend=True,
-                    with_kwargs=True,
-                )
-                after = module.register_forward_hook(post_forward, always_call=True)
-                self.hook_ids |= {before.id, after.id}
+            self._hook_modules(unit)
             for group in unit.groups:
                 self.unit_of.update(dict.fromkeys(group.parameters, unit))
                 if group.requires_grad:
                     self._hook_parameters(group.parameters)
 
+    def _hook_modules(self, unit: Unit) -> None:
+        pre_forward = torch.compiler.disable(partial(self._pre_forward, unit))
+        post_forward = torch.compiler.disable(self._post_forward)
+        for module in unit.modules:
+            before = module.register_forward_pre_hook(
+                pre_forward,
+                prepend=True,
+                with_kwargs=True,
+            )
+            after = module.register_forward_hook(post_forward, always_call=True)
+            self.hook_ids |= {before.id, after.id}
+
     def _hook_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        # Python's garbage collector does not see the references of these hooks.
+        grad_arrived = partial(UnitHooks._grad_arrived, weakref.proxy(self))
         for parameter in parameters:
-            # Python's garbage collector does not see the references of these hooks.
-            grad_arrived = partial(UnitHooks._grad_arrived, weakref.proxy(self))
             handle = parameter.register_post_accumulate_grad_hook(grad_arrived)
             self._on_parameters.append(handle)
 
@@ -128,10 +131,11 @@ class UnitHooks:
     ) -> None:
         borrowed = list(unit.shared)
         for argument in (*args, *kwargs.values()):
-            if isinstance(argument, nn.Parameter):
-                owner = self.unit_of.get(argument, unit)
-                if owner is not unit and owner not in borrowed:
-                    borrowed.append(owner)
+            if not isinstance(argument, nn.Parameter):
+                continue
+            owner = self.unit_of.get(argument, unit)
+            if owner is not unit and owner not in borrowed:
+                borrowed.append(owner)
         call = UnitCall(unit, module, borrowed)
         self.calls.append(call)
         is_root = module is self._root.module
@@ -172,19 +176,24 @@ class UnitHooks:
         for unit in units:
             for group in unit.groups:
                 if group.reshards_after_use:
-                    freed.add(group.compute.flat.untyped_storage()._cdata)
+                    storage = group.compute.flat.untyped_storage()
+                    freed.add(storage._cdata)
+        if not freed:
+            return output
 
         def is_freed(tensor: torch.Tensor) -> bool:
             local = local_tensor(debug_unwrap(tensor))
             has_storage = local.layout is torch.strided and not local.is_mkldnn
-            return has_storage and local.untyped_storage()._cdata in freed
+            if not has_storage:
+                return False
+            return local.untyped_storage()._cdata in freed
 
         def copy_if_freed(tensor: torch.Tensor) -> torch.Tensor:
             if is_freed(tensor):
                 return tensor.clone()
             return tensor
 
-        if not freed or not any(is_freed(tensor) for tensor in tensors_in(output)):
+        if not any(is_freed(tensor) for tensor in tensors_in(output)):
             return output
         return map_tensors(copy_if_freed, output)
 
@@ -217,16 +226,19 @@ class UnitHooks:
             raise
         self.calls.remove(call)
         output = self._copy_returned_weights(call.borrowed, output)
-        if torch.is_grad_enabled() and call.borrowed:
+        has_backward = torch.is_grad_enabled() and call.borrowed
+        if has_backward:
             output = self._watch_outputs(call, output)
         self.end_use(call, call.borrowed)
         return output
 
     def borrow(self, unit: Unit) -> None:
         """Unshard ``unit`` for the innermost call, until it ends, unless a call already uses it."""
-        if not any(unit in call.used_units for call in self.calls):
-            self.calls[-1].borrowed.append(unit)
-            self._schedule.unshard_for(unit, self.calls[-1])
+        if any(unit in call.used_units for call in self.calls):
+            return
+        innermost = self.calls[-1]
+        innermost.borrowed.append(unit)
+        self._schedule.unshard_for(unit, innermost)
 
     def end_use(self, call: UnitCall, units: Sequence[Unit]) -> None:
         """Note that ``call`` no longer needs ``units``."""
@@ -250,7 +262,10 @@ class UnitHooks:
             if call.module is self._root.module and tensor.requires_grad:
                 # Before the user's hooks on the output, whose errors end the pass, and before those
                 # of the last unit: prefetching expects that backward begins with the root.
-                tensor.register_hook(self._enter_backward if is_unchanged else pre_backward)
+                if is_unchanged:
+                    tensor.register_hook(self._enter_backward)
+                else:
+                    tensor.register_hook(pre_backward)
             if is_unchanged:
                 continue
             if tensor.grad_fn is not None:
@@ -262,7 +277,9 @@ class UnitHooks:
             # Autograd replaces the node of a view that is edited in place later, but not the node
             # of its base. Linear layers return views of inputs with more than two dims.
             base = tensor._base
-            if base is not None and base.grad_fn is not None and not call.is_unchanged_input(base):
+            if base is None or base.grad_fn is None:
+                continue
+            if not call.is_unchanged_input(base):
                 base.grad_fn.register_prehook(pre_backward_of_node)
         return output
 
@@ -272,7 +289,9 @@ class UnitHooks:
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
             has_gradient = tensor.is_floating_point() or tensor.is_complex()
-            if not has_gradient or call.is_unchanged_input(tensor):
+            if not has_gradient:
+                return tensor
+            if call.is_unchanged_input(tensor):
                 return tensor
             return before_backward(pre_backward, tensor)
 
@@ -291,7 +310,8 @@ class UnitHooks:
         self._gradients.begin_backward_pass()  # which may refuse the pass, before there is one
         self._schedule.begin_backward_pass()
         self._awaiting.clear()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_pass)
 
     @outside_transforms
     def _end_pass(self) -> None:
@@ -317,8 +337,9 @@ class UnitHooks:
         # gradients of their inputs need not be complete: `call` and others may share inputs (the
         # result of an encoder). In a second pass over a kept graph, no hooks report them.
         for later in list(self._awaiting):
+            came_later = later.began > call.ended
             is_of_pass = later.unit.users.get(later) == current_pass()
-            if later.began > call.ended and is_of_pass and later.unit.has_all_grads:
+            if came_later and is_of_pass and later.unit.has_all_grads:
                 self._post_backward(later)
         self._pre_backward(call, gradients)
 
@@ -326,14 +347,15 @@ class UnitHooks:
         leaves: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         for tensor in tensors_in(inputs):
-            if tensor.requires_grad:
-                call.note_input(tensor)
-                if isinstance(tensor, nn.Parameter):
-                    continue
-                if tensor.is_leaf:
-                    leaves.append(tensor)
-                else:
-                    others.append(tensor)
+            if not tensor.requires_grad:
+                continue
+            call.note_input(tensor)
+            if isinstance(tensor, nn.Parameter):
+                continue
+            if tensor.is_leaf:
+                leaves.append(tensor)
+            else:
+                others.append(tensor)
         call.has_leaf_inputs = bool(leaves)
 
         def arrived(gradient: Any) -> None:
@@ -347,7 +369,8 @@ class UnitHooks:
         if len(others) == 1:
             call.input_hooks.append(others[0].register_hook(arrived))
         elif others:
-            call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
+            hook = torch.autograd.graph.register_multi_grad_hook(others, arrived)
+            call.input_hooks.append(hook)
         call.num_input_hooks = len(call.input_hooks)
 
     def _post_backward(self, call: UnitCall) -> None:
@@ -369,7 +392,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return function(value)
     mapped: Any
     if isinstance(value, Mapping):
-        items = {key: map_tensors(function, item) for key, item in value.items()}
+        items = {}
+        for key, item in value.items():
+            items[key] = map_tensors(function, item)
         if not isinstance(value, MutableMapping):
             return MappingProxyType(items)
         mapped = copy.copy(value)
@@ -378,7 +403,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         mapped = copy.copy(value)
         for field in dataclasses.fields(value):
-            item = map_tensors(function, getattr(value, field.name))
+            item = getattr(value, field.name)
+            item = map_tensors(function, item)
             object.__setattr__(mapped, field.name, item)  # it may be frozen
         return mapped
 
@@ -401,9 +427,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         inner = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inner = [getattr(value, item.name) for item in dataclasses.fields(value)]
+        fields = dataclasses.fields(value)
+        inner = [getattr(value, field.name) for field in fields]
     else:
-        inner = [leaf for leaf in tree_leaves(value) if leaf is not value]
+        leaves = tree_leaves(value)
+        inner = [leaf for leaf in leaves if leaf is not value]
     found: list[torch.Tensor] = []
     for item in inner:
         if item is not None:

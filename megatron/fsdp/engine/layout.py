@@ -9,7 +9,12 @@ from functools import lru_cache
 from math import lcm, prod
 from typing import Literal
 
-from megatron.fsdp.engine.planner import MIN_ALIGNMENT, Request, cuts_are_aligned, find_placement
+from megatron.fsdp.engine.planner import (
+    MIN_ALIGNMENT,
+    Request,
+    cuts_are_aligned,
+    find_placement,
+)
 
 # [Note: the flat buffer] A group of parameters is one flat buffer of ``world_size * shard_size``
 # elements. Parameters lie in it whole and contiguous, in an order that :mod:`.planner` chooses, and
@@ -109,8 +114,9 @@ class Layout:
         # Example: a parameter at [10, 30) of the buffer, shards of 16. Rank 0 owns [0, 6) of its
         # elements, rank 1 owns [6, 20), and rank 2, whose shard begins at 32, [20, 20).
         position = self.positions[index]
-        start = _clamp(rank * self.shard_size - position.start, position.numel)
-        stop = _clamp((rank + 1) * self.shard_size - position.start, position.numel)
+        first = rank * self.shard_size - position.start
+        start = _clamp(first, position.numel)
+        stop = _clamp(first + self.shard_size, position.numel)
         return FlatRange(position.shape, start, stop, position.by_rows)
 
     def shard_range(self, index: int, rank: int) -> tuple[int, int]:
@@ -119,7 +125,8 @@ class Layout:
         owned = self.owned(index, rank)
         if not owned.numel:
             return 0, 0
-        start = self.positions[index].start + owned.start - rank * self.shard_size
+        position = self.positions[index]
+        start = position.start + owned.start - rank * self.shard_size
         return start, start + owned.numel
 
 
@@ -151,7 +158,8 @@ class FlatRange:
             return self.shape
         if not self.by_rows:
             return (self.numel,)
-        return (self.numel // row_size(self.shape), *self.shape[1:])
+        num_rows = self.numel // row_size(self.shape)
+        return (num_rows, *self.shape[1:])
 
     def parts(self, count: int) -> list[FlatRange]:
         """Return the same elements as ranges of ``count`` equal tensors that make up dim 0."""
@@ -254,15 +262,21 @@ def _plan(
     world_size: int,
     granularities: tuple[Granularity, ...],
 ) -> Layout:
-    requests = [
-        Request(prod(shape), granularity.alignment(shape), granularity.is_required)
-        for shape, granularity in zip(shapes, granularities, strict=True)
-    ]
+    requests = []
+    for shape, granularity in zip(shapes, granularities, strict=True):
+        request = Request(
+            numel=prod(shape),
+            alignment=granularity.alignment(shape),
+            is_required=granularity.is_required,
+        )
+        requests.append(request)
     placement = find_placement(requests, world_size)
     if placement.num_broken and PREFER_TENSORS in granularities:
         weaker = []
         for granularity in granularities:
-            weaker.append(PREFER_ROWS if granularity == PREFER_TENSORS else granularity)
+            if granularity == PREFER_TENSORS:
+                granularity = PREFER_ROWS
+            weaker.append(granularity)
         return _plan(shapes, world_size, tuple(weaker))
     shard_size = placement.shard_size
     starts = dict(placement.starts)
@@ -274,9 +288,15 @@ def _plan(
     positions = []
     for index, shape in enumerate(shapes):
         start = starts.get(index, end)
-        by_rows = cuts_are_aligned(row_size(shape), start, prod(shape), shard_size)
-        # A scalar has no dim 0, so it has no rows.
-        positions.append(ParamPosition(shape, start, by_rows and len(shape) > 0))
+        by_rows = cuts_are_aligned(
+            alignment=row_size(shape),
+            start=start,
+            numel=prod(shape),
+            shard=shard_size,
+        )
+        if not shape:
+            by_rows = False  # a scalar has no dim 0
+        positions.append(ParamPosition(shape, start, by_rows))
     return Layout(world_size, shard_size, tuple(positions))
 
 
@@ -309,6 +329,7 @@ def _chunks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Chunk]:
             start += num_whole * size
         else:
             end = min(stop, (row + 1) * size)
-            for offsets, sizes in _chunks(shape[1:], offset, end - row * size):
+            inside = _chunks(shape[1:], offset, end - row * size)
+            for offsets, sizes in inside:
                 yield (row, *offsets), (1, *sizes)
             start = end

@@ -31,12 +31,15 @@ def optional_attributes(objects: Iterable[object], name: str) -> list[Any]:
 
 def are_same(known: Sequence[object], now: Sequence[object]) -> bool:
     """Return True if both have the same objects in the same order."""
-    return len(known) == len(now) and all(map(is_, known, now))
+    if len(known) != len(now):
+        return False
+    return all(map(is_, known, now))
 
 
 def present(values: Sequence[Any]) -> list[Any]:
     """List the values that are not None."""
-    return list(compress(values, map(is_not, values, repeat(None))))
+    is_present = map(is_not, values, repeat(None))
+    return list(compress(values, is_present))
 
 
 def concatenated(groups: Iterable[Iterable[Any]]) -> list[Any]:
@@ -63,12 +66,14 @@ def set_each(objects: Iterable[object], name: str, values: Iterable[object]) -> 
         name: name of the attribute.
         values: a value for every object, in the same order.
     """
-    deque(map(setattr, objects, repeat(name), values), maxlen=0)
+    calls = map(setattr, objects, repeat(name), values)
+    deque(calls, maxlen=0)  # runs them
 
 
 def indices_of_present(values: Iterable[object]) -> list[int]:
     """Return the indices of the values that are not None."""
-    return list(compress(count(), map(is_not, values, repeat(None))))
+    is_present = map(is_not, values, repeat(None))
+    return list(compress(count(), is_present))
 
 
 def select(items: Sequence[Item], indices: Iterable[int]) -> list[Item]:
@@ -85,8 +90,12 @@ class WeakReferences:
     def __init__(self, objects: Iterable[object | None]):
         self._references: list[ReferenceType[Any]] = []
         for target in objects:
-            self._references.append(_no_object if target is None else ref(target))
+            if target is None:
+                self._references.append(_no_object)
+            else:
+                self._references.append(ref(target))
 
     def are_to(self, objects: Iterable[object | None]) -> bool:
         """Return True if these are the objects, in this order, as far as they are alive."""
-        return all(map(is_, map(ReferenceType.__call__, self._references), objects))
+        alive = map(ReferenceType.__call__, self._references)
+        return all(map(is_, alive, objects))

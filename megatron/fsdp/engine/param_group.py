@@ -17,7 +17,7 @@ from megatron.fsdp.engine.device import Pending, all_of, held
 from megatron.fsdp.engine.gradients import GroupGradients, GroupNames
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, Layout, plan
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
-from megatron.fsdp.engine.states import MainState, WeightState, change_state
+from megatron.fsdp.engine.states import MainState, StateOwner, WeightState, change_state
 from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 from megatron.fsdp.engine.transforms import outside_transforms
 from megatron.fsdp.engine.weight_guard import WeightGuard
@@ -85,7 +85,7 @@ class StoredForm:
         """Free what :meth:`finish` has allocated."""
 
 
-class ParamGroup:
+class ParamGroup(StateOwner[WeightState]):
     """The weights of some parameters that are sharded together, and their ``gradients``.
 
     :meth:`shard_parameter` moves each of the parameters into the group.
@@ -128,9 +128,14 @@ class ParamGroup:
         self.form = form
         self.memory = memory
         shapes = [form.values(parameter).shape for parameter in self.parameters]
-        self.layout = plan(shapes, self.partition.num_owned, form.granularity)
+        self.layout = plan(
+            shapes=shapes,
+            world_size=self.partition.num_owned,
+            granularity=form.granularity,
+        )
         self.has_all_shards = self.layout.world_size == 1  # weights need no all-gather then
-        self.reshards_after_use = strategy.shards_parameters and self.partition.num_inner > 1
+        has_shards = self.partition.num_inner > 1
+        self.reshards_after_use = strategy.shards_parameters and has_shards
         self.compute = self._make_buffer(weight_storage)
         self.buffers = [self.compute]  # buffers that a use may allocate
         is_same = precision.main_param == self.compute.flat.dtype
@@ -141,11 +146,11 @@ class ParamGroup:
         self.compute_shard, self._owned_shard = self._make_shards(self.compute)
         self.main_shard = self._make_main_shard()
         self.state = WeightState.UNSHARDED
+        self.main_state = MainState.INSTALLED
         if self.reshards_after_use:
             self.state = WeightState.SHARDED
         elif self.compute.padding:
             torch._foreach_zero_(self.compute.padding)  # for sums over the flat tensor
-        self.main_state = MainState.INSTALLED
         self._kept: torch.Tensor | None = None  # the compute shard to gather while HELD, if cast
         self._all_gather: Pending | None = None
         self.guard = WeightGuard(self.parameters, self._names)
@@ -199,13 +204,15 @@ class ParamGroup:
             buffer.discard()  # this was no use
         if partition.num_outer == 1:
             return shard, shard
-        return shard, shard.view(partition.num_outer, -1)[partition.outer_rank]
+        owned_shards = shard.view(partition.num_outer, -1)
+        return shard, owned_shards[partition.outer_rank]
 
     def _make_main_shard(self) -> torch.Tensor:
         """Return the main shard: the owned shard itself, or zeros in the memory of the group."""
         shard = self._owned_shard
         if not self.main_is_compute:
-            shard = self.memory.empty(self.layout.shard_size, self.precision.main_param).zero_()
+            shard = self.memory.empty(self.layout.shard_size, self.precision.main_param)
+            shard.zero_()
         self.memory.release(shard)
         return shard
 
@@ -226,12 +233,15 @@ class ParamGroup:
     def shard_parameter(self, index: int) -> None:
         """Move parameter ``index`` into the group, with the values of the first data rank."""
         # Ranks that began with different seeds would otherwise train different replicas.
-        values = held(self.form.values(self.parameters[index])).contiguous()
+        parameter = self.parameters[index]
+        values = held(self.form.values(parameter))
+        values = values.contiguous()
         with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
         owned = self.layout.owned(index, self.rank)
         owned_values = values.view(-1)[owned.start : owned.stop]
-        self.main_view(index).view(-1).copy_(owned_values)
+        main_values = self.main_view(index).view(-1)
+        main_values.copy_(owned_values)
         self.memory.release(self.main_shard)
         if self.compute.layout is self.layout and not self.reshards_after_use:
             self.compute.views[index].copy_(values)
@@ -245,12 +255,18 @@ class ParamGroup:
         if indices is None:
             indices = range(len(self.parameters))
         for index in indices:
+            parameter = self.parameters[index]
             view = self.compute.views[index]
-            self.parameters[index] = self.form.point(self.parameters[index], view)
+            self.parameters[index] = self.form.point(parameter, view)
 
     def main_view(self, index: int) -> torch.Tensor:
         """Return the part of main parameter ``index`` that this rank owns; it may be empty."""
-        return shard_view(self.main_shard, self.layout, index, self.rank)
+        return shard_view(
+            shard=self.main_shard,
+            layout=self.layout,
+            index=index,
+            rank=self.rank,
+        )
 
     # ---- unshard and reshard
 
@@ -272,14 +288,20 @@ class ParamGroup:
         owned = None
         if self.partition.num_outer > 1 and self.main_state is not MainState.INSTALLED:
             owned = self._owned_shard
-        return [Gather(self.compute.flat, self.compute_shard, filled, owned)]
+        gather = Gather(
+            full=self.compute.flat,
+            shard=self.compute_shard,
+            filled=filled,
+            owned=owned,
+        )
+        return [gather]
 
     def begin_unshard(self, all_gather: Pending) -> None:
         """Note that the all-gather of :meth:`prepare_unshard` has started."""
         self._all_gather = all_gather
         if self.main_state is MainState.DUE:
-            self.main_state = change_state(self, self.main_state, MainState.INSTALLED)
-        self.state = change_state(self, self.state, WeightState.UNSHARDING)
+            self._change_main_state(MainState.INSTALLED)
+        self.change_state(WeightState.UNSHARDING)
 
     @torch.no_grad()
     def _cast(self) -> Pending:
@@ -292,7 +314,12 @@ class ParamGroup:
 
     def _fill(self, shard: torch.Tensor) -> Pending:
         def fill(main: torch.Tensor) -> None:
-            self.form.fill(shard, main, self.layout, self.rank)
+            self.form.fill(
+                shard=shard,
+                main=main,
+                layout=self.layout,
+                rank=self.rank,
+            )
 
         return self.memory.use(self.main_shard, fill)
 
@@ -303,16 +330,18 @@ class ParamGroup:
             with observe.work(self.unit_name, "wait for unshard"):
                 self._all_gather.wait()
             self._all_gather = None
-            self.guard.open(partial(self.form.finish, self.compute.flat))
-            self.state = change_state(self, self.state, WeightState.UNSHARDED)
+            finish = partial(self.form.finish, self.compute.flat)
+            self.guard.open(finish)
+            self.change_state(WeightState.UNSHARDED)
 
     @outside_transforms
     def reshard(self) -> None:
         """Free the compute parameters at level 3; at other levels do nothing."""
         if self.reshards_after_use:
+            all_gather = self._all_gather
             # Hooks reshard units while the error of a failed all-gather is under way, and torch
             # warns of a second one.
-            if self._all_gather is not None and self._all_gather.has_failed:
+            if all_gather is not None and all_gather.has_failed:
                 self._all_gather = None
                 self.compute.is_in_failed_collective = True
             else:
@@ -321,7 +350,7 @@ class ParamGroup:
             with observe.work(self.unit_name, "reshard"):
                 self.compute.free()
                 self.form.release()
-            self.state = change_state(self, self.state, WeightState.SHARDED)
+            self.change_state(WeightState.SHARDED)
 
     # ---- new values
 
@@ -343,7 +372,7 @@ class ParamGroup:
         if self._casts_at_unshard and self._kept is None:
             self._kept = torch.empty_like(self._owned_shard)
             self._fill(self._kept).wait()
-        self.main_state = change_state(self, self.main_state, MainState.HELD)
+        self._change_main_state(MainState.HELD)
 
     def note_edit(self) -> None:
         """Prepare for a write to main weights; the next use of the unit installs them."""
@@ -362,26 +391,30 @@ class ParamGroup:
 
     def _make_due(self) -> None:
         self.wait_for_unshard()
-        is_in_place = self.has_all_shards and self.main_is_compute
-        main_state = MainState.DUE
-        if is_in_place:
-            main_state = MainState.INSTALLED
+        if self.has_all_shards and self.main_is_compute:
+            self._change_main_state(MainState.INSTALLED)  # the optimizer updates compute weights
+            return
+        self._change_main_state(MainState.DUE)
+        if self.state is WeightState.UNSHARDED:
+            self.change_state(WeightState.STALE)
+
+    def _change_main_state(self, main_state: MainState) -> None:
         self.main_state = change_state(self, self.main_state, main_state)
-        if self.state is WeightState.UNSHARDED and not is_in_place:
-            self.state = change_state(self, self.state, WeightState.STALE)
 
     @torch.no_grad()
     def broadcast(self) -> None:
         """Broadcast main weights from the first of the ranks that own the same shard."""
-        if self.layout.world_size < self.communicator.inner_size * self.communicator.outer_size:
-            self.wait_for_readers()
-            with observe.work(self.unit_name, "broadcast"):
-                self.communicator.broadcast(
-                    self.main_shard,
-                    over_inner=self.partition.num_inner == 1,
-                    over_outer=self.partition.num_outer == 1,
-                )
-            self.mark_main_weights_changed()
+        num_ranks = self.communicator.inner_size * self.communicator.outer_size
+        if self.layout.world_size == num_ranks:
+            return
+        self.wait_for_readers()
+        with observe.work(self.unit_name, "broadcast"):
+            self.communicator.broadcast(
+                self.main_shard,
+                over_inner=self.partition.num_inner == 1,
+                over_outer=self.partition.num_outer == 1,
+            )
+        self.mark_main_weights_changed()
 
 
 @outside_transforms
@@ -391,22 +424,28 @@ def unshard_groups(groups: Sequence[ParamGroup]) -> None:
     by_ranks: dict[tuple[bool, Hashable], list[ParamGroup]] = defaultdict(list)
     for group in groups:
         if group.needs_unshard():
-            by_ranks[group.has_all_shards, group.communicator.gather_groups].append(group)
+            ranks = (group.has_all_shards, group.communicator.gather_groups)
+            by_ranks[ranks].append(group)
     if not by_ranks:
         return
     with observe.work(groups[0].unit_name, "unshard"):
-        for (has_all_shards, _), together in by_ranks.items():
-            gathers: list[Gather] = []
-            for group in together:
-                gathers += group.prepare_unshard()
-            try:
-                if has_all_shards:
-                    all_gather = all_of([gather.filled for gather in gathers])
-                else:
-                    all_gather = together[0].communicator.all_gather(gathers)
-            except BaseException:  # some of its messages may be under way
-                for group in together:
-                    group.compute.is_in_failed_collective = True
-                raise
-            for group in together:
-                group.begin_unshard(all_gather)
+        for together in by_ranks.values():
+            _unshard_together(together)
+
+
+def _unshard_together(groups: Sequence[ParamGroup]) -> None:
+    """Start one all-gather of groups whose ranks are the same."""
+    gathers: list[Gather] = []
+    for group in groups:
+        gathers += group.prepare_unshard()
+    try:
+        if groups[0].has_all_shards:
+            all_gather = all_of([gather.filled for gather in gathers])
+        else:
+            all_gather = groups[0].communicator.all_gather(gathers)
+    except BaseException:  # some of its messages may be under way
+        for group in groups:
+            group.compute.is_in_failed_collective = True
+        raise
+    for group in groups:
+        group.begin_unshard(all_gather)

@@ -67,15 +67,20 @@ def find_placement(requests: Sequence[Request], world_size: int) -> Placement:
     """Return the best placement for ``world_size`` shards. See [Note: how the planner chooses]."""
     classes = _size_classes(requests)
     total = _total_size(classes)
-    smallest_shard = max(_round_up(_ceil_div(total, world_size), MIN_ALIGNMENT), MIN_ALIGNMENT)
+    smallest_shard = _round_up(_ceil_div(total, world_size), MIN_ALIGNMENT)
+    smallest_shard = max(smallest_shard, MIN_ALIGNMENT)
     # A shard that is large enough for everything is never cut, so this search finds something.
     required = [size_class.without_preference() for size_class in classes]
-    best = _search(required, world_size, smallest_shard, max(total, smallest_shard))
+    largest_shard = max(total, smallest_shard)
+    best = _search(required, world_size, smallest_shard, largest_shard)
     assert best is not None
     if all(size_class.is_required for size_class in classes):
         return best
     numel = sum(request.numel for request in requests)
-    padding = max(int(PADDING_BUDGET * numel), MIN_ALIGNMENT * (world_size + len(requests)))
+    padding = max(
+        int(PADDING_BUDGET * numel),
+        MIN_ALIGNMENT * (world_size + len(requests)),
+    )
     largest_shard = max((numel + padding) // world_size, best.shard_size)
     return _search(classes, world_size, smallest_shard, largest_shard) or best
 
@@ -93,7 +98,8 @@ class _SizeClass:
         """Return the smallest shard size at which some start needs at most one, aligned cut."""
         # A parameter of 40 elements with alignment 16 can be cut into 16 + 24 or 32 + 8. There is
         # no second cut if both parts fit in a shard: the more even split needs 24.
-        return self.size - self.size // (2 * self.alignment) * self.alignment  # 40 - 40 // 32 * 16
+        smaller_part = self.size // (2 * self.alignment) * self.alignment  # 40 // 32 * 16
+        return self.size - smaller_part
 
     def suits(self, shard: int) -> bool:
         """Return True if there is a start for which every cut is aligned."""
@@ -134,7 +140,8 @@ def _size_classes(requests: Sequence[Request]) -> list[_SizeClass]:
         if size:
             # An alignment larger than the parameter only means that it must not be cut.
             alignment = min(lcm(request.alignment, MIN_ALIGNMENT), size)
-            members.setdefault((alignment, size, request.is_required), []).append(index)
+            key = (alignment, size, request.is_required)
+            members.setdefault(key, []).append(index)
     classes = []
     for key in sorted(members, reverse=True):
         alignment, size, is_required = key
@@ -167,10 +174,14 @@ def _search(
                 num_misaligned += len(size_class.indices)
         for multiple in _ladder(_ceil_div(floor, step), last):
             shard = multiple * step
-            if best is not None and (best.num_broken, best.shard_size) <= (num_misaligned, shard):
-                break  # larger multiples are no better, unless another step tries them too
+            if best is not None:
+                least = (num_misaligned, shard)
+                if (best.num_broken, best.shard_size) <= least:
+                    break  # larger multiples are no better, unless another step tries them too
             found = _place(classes, world_size, shard)
-            if found is not None and (best is None or found < best):
+            if found is None:
+                continue
+            if best is None or found < best:
                 best = found
     return best
 
@@ -230,11 +241,11 @@ def _place(
     cursor = 0
     spare = world_size * shard - _total_size(classes)
     while waiting:
+        candidates = []
+        for position, (size_class, _) in enumerate(waiting):
+            candidates.append((size_class.first_start(cursor, shard), position))
         # Among equal gaps the first class, which has the largest alignment.
-        start, position = min(
-            (size_class.first_start(cursor, shard), position)
-            for position, (size_class, _) in enumerate(waiting)
-        )
+        start, position = min(candidates)
         if start - cursor > spare:
             preferred = _first_preferred(waiting)
             if preferred is None:
@@ -251,8 +262,13 @@ def _place(
     num_broken = 0
     for size_class in classes:
         for index in size_class.indices:
-            start = start_of[index]
-            if not cuts_are_aligned(size_class.alignment, start, size_class.size, shard):
+            is_whole = cuts_are_aligned(
+                alignment=size_class.alignment,
+                start=start_of[index],
+                numel=size_class.size,
+                shard=shard,
+            )
+            if not is_whole:
                 num_broken += 1
     return Placement(num_broken, shard, tuple(starts))
 
@@ -281,7 +297,8 @@ def cuts_are_aligned(
     """
     # If the first two cuts are aligned, so is their distance, the shard size, and every other cut.
     cuts = range(_next_cut(start, shard), start + numel, shard)
-    return all((cut - start) % alignment == 0 for cut in cuts[:2])
+    distances = [cut - start for cut in cuts[:2]]
+    return all(distance % alignment == 0 for distance in distances)
 
 
 def _next_cut(position: int, shard: int) -> int:

@@ -105,7 +105,8 @@ class Schedule:
     def unshard_kept(self) -> None:
         """Start the all-gathers of all stale weights whose storage is allocated anyway."""
         for unit in self.units:
-            unshard_groups([group for group in unit.groups if not group.strategy.shards_parameters])
+            kept = [group for group in unit.groups if not group.strategy.shards_parameters]
+            unshard_groups(kept)
             if not self.prefetcher.is_enabled:
                 unit.wait_for_unshard()
 
@@ -188,7 +189,9 @@ class Schedule:
         is_complete = self.microbatches.are_synchronised
         due = []
         for group in unit.trained_groups:
-            is_due = group.strategy.shards_gradients or (is_complete and not self._reduces_late)
+            is_due = group.strategy.shards_gradients
+            if is_complete and not self._reduces_late:
+                is_due = True
             group.gradients.accumulate(is_due)
             if is_due:
                 due.append(group.gradients)
@@ -208,7 +211,11 @@ class Schedule:
 
     def _advance_reductions(self) -> None:
         """Wait for every collective under way, and start the next one of each reduction."""
-        self._reducing = [gradients for gradients in self._reducing if gradients.advance_reduce()]
+        under_way = []
+        for gradients in self._reducing:
+            if gradients.advance_reduce():
+                under_way.append(gradients)
+        self._reducing = under_way
 
     @torch.no_grad()
     def reduce_pending(self) -> None:
@@ -216,9 +223,10 @@ class Schedule:
         for unit in reversed(self.units):
             for group in unit.trainable_groups:
                 # Both are the same on all ranks, whichever of them have gradients.
-                is_due = group.gradients.state is GradientState.WAITING
-                if is_due or group.gradients.has_inner_sum:
-                    self._start_reduction(group.gradients, over_inner=is_due, over_outer=True)
+                gradients = group.gradients
+                is_due = gradients.state is GradientState.WAITING
+                if is_due or gradients.has_inner_sum:
+                    self._start_reduction(gradients, over_inner=is_due, over_outer=True)
 
     @torch.no_grad()
     def wait_for_reductions(self) -> None:
@@ -243,7 +251,8 @@ class Schedule:
     @torch.no_grad()
     def _abandon_backward(self) -> None:
         """Clean up after a backward pass that ended in an exception, and drop all gradients."""
-        self.is_in_backward = self._keeps_graph = False
+        self.is_in_backward = False
+        self._keeps_graph = False
         self.wait_for_reductions()
         for unit in self.units:
             for group in unit.trainable_groups:
@@ -351,7 +360,9 @@ class Prefetcher:
         if self._units[0].users and not is_backward:
             self._recorded.append(unit)
         self._current = unit
-        order = self._order.backward if is_backward else self._order.forward
+        order = self._order.forward
+        if is_backward:
+            order = self._order.backward
         next_position = self._position + 1
         if unit in order[next_position:]:
             self._position = order.index(unit, next_position)
@@ -370,14 +381,18 @@ class Prefetcher:
         self._upcoming = self._window()
         if self._prefetched:
             wanted = [*self._upcoming, *self._kept_for_backward()]
-            self.reshard_if_unused(self._prefetched.difference(wanted))
+            unwanted = self._prefetched.difference(wanted)
+            self.reshard_if_unused(unwanted)
         self._unshard_ahead(self._upcoming)
 
     def _unshard_ahead(self, units: list[Unit]) -> None:
         for unit in units:
-            if not unit.users and not (self._are_assigned_ahead and unit.blockers):
-                unit.unshard()
-                self._prefetched.add(unit)
+            if unit.users:
+                continue
+            if self._are_assigned_ahead and unit.blockers:
+                continue  # another unit uses its memory
+            unit.unshard()
+            self._prefetched.add(unit)
 
     def _window(self) -> list[Unit]:
         """Return the units that follow the current one, with their units of shared parameters."""
@@ -428,7 +443,8 @@ class Prefetcher:
         if self._order.forward:
             window = [root, *self._window()]
             self._unshard_ahead(window)
-            self._gathered_for_next_forward.update(self._prefetched.intersection(window))
+            gathered = self._prefetched.intersection(window)
+            self._gathered_for_next_forward.update(gathered)
 
     # ---- resharding
 
@@ -454,7 +470,8 @@ class Prefetcher:
         self._prefetched.discard(unit)
         self._gathered_for_next_forward.discard(unit)
         if self._are_assigned_ahead:
-            self.reshard_if_unused({self._unit_of[buffer] for buffer in unit.blockers})
+            blocking = {self._unit_of[buffer] for buffer in unit.blockers}
+            self.reshard_if_unused(blocking)
 
     def reshard_prefetched(self) -> None:
         """Reshard all prefetched units that no call uses."""

@@ -45,7 +45,10 @@ def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not (is_transformed() or is_traced()):
             return function(*args, **kwargs)
-        with torch._C._DisableFuncTorch(), disable_proxy_modes_tracing():
+        with (
+            torch._C._DisableFuncTorch(),
+            disable_proxy_modes_tracing(),
+        ):
             return function(*args, **kwargs)
 
     return run
