@@ -86,7 +86,12 @@ class WeightAverage:
         flat_of = dict(zip(self._model.groups, self._averages))
         for name, sharded_param in self._named().items():
             group = sharded_param.group
-            local = shard_view(flat_of[group], group.layout, sharded_param.index, group.rank)
+            local = shard_view(
+                shard=flat_of[group],
+                layout=group.layout,
+                index=sharded_param.index,
+                rank=group.rank,
+            )
             state[name] = sharded_param.checkpoint_tensor(sharded_param.over(local))
         return state
 
@@ -99,6 +104,7 @@ class WeightAverage:
         if different:
             raise RuntimeError(f"the state dict is of another model: {', '.join(different[:5])}")
         for name, sharded_param in self._named().items():
+            shard = sharded_param.local_shard(state_dict[name])
             local = averages[name]._local_tensor
-            local.view(-1).copy_(sharded_param.local_shard(state_dict[name]).reshape(-1))
+            local.view(-1).copy_(shard.reshape(-1))
         self.num_updates = int(state_dict["num_updates"])

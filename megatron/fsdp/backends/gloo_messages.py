@@ -135,7 +135,11 @@ class GlooMessages(Transport):
         return sends
 
 
-def _slice(full: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+def _slice(
+    full: torch.Tensor,
+    rank: int,
+    num_ranks: int,
+) -> torch.Tensor:
     """Return the part of a flat tensor that is the shard of a rank."""
     size = full.numel() // num_ranks
     return full.narrow(0, rank * size, size)

@@ -59,20 +59,28 @@ class HostMemory(ShardMemory):
         """Return a new flat tensor of zeros on the host."""
         if self._is_pinned and numel:
             return pinned(numel, dtype, self.device)
-        host = "meta" if self.device.type == "meta" else "cpu"  # meta in a simulated run
+        host = "cpu"
+        if self.device.type == "meta":  # in a simulated run
+            host = "meta"
         return torch.zeros(numel, dtype=dtype, device=host)
 
     def use(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], None]) -> Pending:
         """Begin to call ``function`` with a copy of ``tensor`` on the device, during compute."""
 
         def copy_and_call(_: bool) -> None:
-            function(tensor.to(self.device, non_blocking=True))
+            on_device = tensor.to(self.device, non_blocking=True)
+            function(on_device)
 
         pending = self.streams.launch(TO_DEVICE, copy_and_call)
         self.release(tensor)
         return pending
 
-    def add(self, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
+    def add(
+        self,
+        total: torch.Tensor,
+        addend: torch.Tensor,
+        is_first: bool,
+    ) -> None:
         """Begin to add a gradient to a sum of gradients in this memory.
 
         Args:
@@ -87,18 +95,23 @@ class HostMemory(ShardMemory):
         self.release(total)
 
     def _add_during_compute(
-        self, total: torch.Tensor, addend: torch.Tensor, is_first: bool
+        self,
+        total: torch.Tensor,
+        addend: torch.Tensor,
+        is_first: bool,
     ) -> None:
         def add(_: bool) -> None:
             result = addend
             if not is_first:
-                result = total.to(addend.device, non_blocking=True).add_(addend)
+                result = total.to(addend.device, non_blocking=True)
+                result.add_(addend)
             total.copy_(result, non_blocking=True)
 
         if self._last_added is not None:
             pending, _ = self._last_added
             pending.wait()
-        self._last_added = (self.streams.launch(TO_HOST, add), addend)
+        pending = self.streams.launch(TO_HOST, add)
+        self._last_added = (pending, addend)
 
     def wait(self) -> None:
         """Let the host wait for all copies from and to the device."""
@@ -122,7 +135,12 @@ class FileMemory(HostMemory):
         folder: where the files lie.
     """
 
-    def __init__(self, device: torch.device, offload: Offload, folder: Path):
+    def __init__(
+        self,
+        device: torch.device,
+        offload: Offload,
+        folder: Path,
+    ):
         super().__init__(device, offload)
         self._folder = folder
 
@@ -157,7 +175,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def mapped(folder: Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def mapped(
+    folder: Path,
+    numel: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """Return a flat tensor of zeros in a new file without a name.
 
     Args:
@@ -179,10 +201,12 @@ def mapped(folder: Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _advise(tensor: torch.Tensor, advice: int) -> None:
     """Advise the kernel on the pages of a contiguous tensor."""
-    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE  # advice is for whole pages
-    stop = tensor.data_ptr() + tensor.nbytes
-    if _madvise is not None and tensor.nbytes:
-        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), advice)
+    if _madvise is None or not tensor.nbytes:
+        return
+    address = tensor.data_ptr()
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE  # advice is for whole pages
+    stop = address + tensor.nbytes
+    _madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), advice)
 
 
 class ShardMemoryChoice:
@@ -194,7 +218,12 @@ class ShardMemoryChoice:
         numel: the number of elements of all groups on all ranks.
     """
 
-    def __init__(self, device: torch.device, offload: Offload | None, numel: int):
+    def __init__(
+        self,
+        device: torch.device,
+        offload: Offload | None,
+        numel: int,
+    ):
         self._on_device = ShardMemory(device)
         self._offloaded = self._on_device
         self._left = 0.0  # elements that are still to be offloaded

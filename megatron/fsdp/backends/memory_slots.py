@@ -54,7 +54,13 @@ class MemorySlots(Storage):
 
     is_assigned_ahead = True
 
-    def __init__(self, contents: str, can_move: bool, policy: Memory, allocate: AllocateSlots):
+    def __init__(
+        self,
+        contents: str,
+        can_move: bool,
+        policy: Memory,
+        allocate: AllocateSlots,
+    ):
         self.holds_addresses = policy.holds_addresses
         self._contents = contents
         self._can_move = can_move
@@ -159,7 +165,8 @@ class MemorySlots(Storage):
             if buffer not in self._slot_of and not buffer.is_allocated:
                 self._assigned.append(buffer)
         num_before = len(self._slots)
-        for buffer in sorted(self._assigned, key=lambda buffer: -buffer.num_bytes):
+        largest_first = sorted(self._assigned, key=lambda buffer: -buffer.num_bytes)
+        for buffer in largest_first:
             self._slot_of[buffer] = self._slot_for(buffer)
         new_slots = self._slots[num_before:]
         problem = self._allocate_memory(new_slots)
@@ -167,14 +174,16 @@ class MemorySlots(Storage):
             memory = self._slot_of[buffer].memory
             if memory is not None:
                 buffer.move(memory)
-        if new_slots and not problem and (not dist.is_initialized() or dist.get_rank() == 0):
+        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        if new_slots and not problem and is_first_rank:
             _logger.info("memory slots of %s: %s", self._contents, self._sizes_as_text())
         return problem
 
     def withdraw(self) -> None:
         """Undo the last assignment, where memory ran out on some rank: it is tried again later."""
         for buffer in self._assigned:
-            if self._slot_of.pop(buffer).memory is not None:
+            slot = self._slot_of.pop(buffer)
+            if slot.memory is not None:
                 buffer.move(None)
         self._assigned = []
         used = set(self._slot_of.values())
@@ -237,7 +246,12 @@ class EngineSlots:
         nccl: registers that memory; None: it is not registered.
     """
 
-    def __init__(self, policy: Memory, allocate: AllocateSlots, nccl: NcclMemory | None = None):
+    def __init__(
+        self,
+        policy: Memory,
+        allocate: AllocateSlots,
+        nccl: NcclMemory | None = None,
+    ):
         self.weights = MemorySlots("gathered weights", False, policy, allocate)
         self.gradients = MemorySlots("local gradients", True, policy, allocate)
         self._nccl = nccl

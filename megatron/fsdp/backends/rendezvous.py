@@ -60,7 +60,12 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 
 
-def agree_on_attempt(store: Store, rank: int, world_size: int, patience: timedelta) -> str:
+def agree_on_attempt(
+    store: Store,
+    rank: int,
+    world_size: int,
+    patience: timedelta,
+) -> str:
     """Agree on a name for this attempt, which no earlier one has had.
 
     Args:
@@ -84,7 +89,12 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, patience: timedel
     return call
 
 
-def _call(attempts: Store, world_size: int, ticket: str, deadline: float) -> str:
+def _call(
+    attempts: Store,
+    world_size: int,
+    ticket: str,
+    deadline: float,
+) -> str:
     """Call until all ranks have answered the same call, and return it."""
     for number in itertools.count():
         call = f"{ticket}.{number}"
@@ -105,7 +115,12 @@ def _call(attempts: Store, world_size: int, ticket: str, deadline: float) -> str
     )
 
 
-def _answer(attempts: Store, rank: int, ticket: str, deadline: float) -> str:
+def _answer(
+    attempts: Store,
+    rank: int,
+    ticket: str,
+    deadline: float,
+) -> str:
     """Answer calls until one admits this rank; return it."""
     answered = b""
     for _ in _pauses(deadline):
@@ -130,7 +145,11 @@ def _pauses(deadline: float) -> Iterator[None]:
         yield
 
 
-def _rendezvous(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[Store, int, int]]:
+def _rendezvous(
+    url: str,
+    timeout: timedelta,
+    **options: Any,
+) -> Iterator[tuple[Store, int, int]]:
     """Yield the store of this attempt, this rank and the number of ranks."""
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

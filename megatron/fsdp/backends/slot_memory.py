@@ -39,7 +39,10 @@ class NcclMemory:
     """
 
     def __init__(
-        self, groups: Sequence[dist.ProcessGroup], device: torch.device, is_symmetric: bool
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        device: torch.device,
+        is_symmetric: bool,
     ):
         # Not yet run on a GPU. Source: "User Buffer Registration" in NVIDIA's NCCL user guide.
         self.groups = list(dict.fromkeys(groups))

@@ -197,7 +197,10 @@ def materialize(
             if initialiser.source is not None and tensor.is_floating_point():
                 _own_tensors(module)[name].data.fill_(nan)
     for module, tensors in of_modules.items():
-        inside = {inner: of_modules[inner] for inner in module.modules() if inner in of_modules}
+        inside = {}
+        for inner in module.modules():
+            if inner in of_modules:
+                inside[inner] = of_modules[inner]
         is_parent = initialiser.visits_parents and of_modules.keys() >= set(module.children())
         if tensors or (is_parent and any(inside.values())):
             with torch.no_grad(), _protected(inside, device):
@@ -267,7 +270,8 @@ def _protected(
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-    return dict([*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)])
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    return dict([*parameters, *buffers])
 
 
 def _own_meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -94,7 +94,8 @@ def refuse_differences(values: Mapping[str, object], groups: Groups) -> None:
     """Raise one ``ValueError`` on every rank that names the values which differ; a collective."""
     # Only what differs is exchanged with the ranks that have it. The separator sorts before all
     # other characters.
-    texts = agree([f"{name}\0{value}" for name, value in values.items()], groups)
+    own_texts = [f"{name}\0{value}" for name, value in values.items()]
+    texts = agree(own_texts, groups)
     counts = Counter(text.partition("\0")[0] for text in texts)
     # Values that only some ranks have, as the last parameter of a larger model, are no difference:
     # the numbers of parameters differ then.
@@ -102,14 +103,20 @@ def refuse_differences(values: Mapping[str, object], groups: Groups) -> None:
     if not different:
         return
     rank = dist.get_rank()
-    found = [f"{name}\0{values.get(name, 'nothing')}\0{rank}" for name in different]
-    ranks_of: dict[str, dict[str, list[int]]] = {name: defaultdict(list) for name in different}
+    found = []
+    ranks_of: dict[str, dict[str, list[int]]] = {}
+    for name in different:
+        value = values.get(name, "nothing")
+        found.append(f"{name}\0{value}\0{rank}")
+        ranks_of[name] = defaultdict(list)
     for text in exchange(found, groups):
         name, value, of_rank = text.split("\0")
         ranks_of[name][value].append(int(of_rank))
     lines = []
     for name, by_value in ranks_of.items():
-        differences = [f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items()]
+        differences = []
+        for value, ranks in by_value.items():
+            differences.append(f"{value} on {_ranks(ranks)}")
         lines.append(f"{name} differs between ranks: {'; '.join(differences)}")
     raise ValueError("\n".join(lines[:10]))
 

@@ -26,7 +26,11 @@ _checked: WeakSet[torch.optim.Optimizer] = WeakSet()
 _is_watching = False
 
 
-def warn(message: str, *args: object, level: int = logging.WARNING) -> None:
+def warn(
+    message: str,
+    *args: object,
+    level: int = logging.WARNING,
+) -> None:
     """Log a message on the first rank only.
 
     Args:

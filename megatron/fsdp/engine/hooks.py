@@ -205,7 +205,12 @@ class UnitHooks:
             observe.end_forward(call)
             self.end_use(call, call.used_units)
 
-    def call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_method(
+        self,
+        method: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Call a method of a module that is not its forward, and return its result.
 
         Args:

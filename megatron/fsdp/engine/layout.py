@@ -305,7 +305,11 @@ def _clamp(position: int, size: int) -> int:
     return min(max(position, 0), size)
 
 
-def _chunks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Chunk]:
+def _chunks(
+    shape: tuple[int, ...],
+    start: int,
+    stop: int,
+) -> Iterator[Chunk]:
     """Yield the chunks of the range ``[start, stop)``, which is not empty."""
     # A range is the end of a first row, whole rows, and the beginning of a last row. The ends are
     # the same problem with one dimension less. Example: [2, 11) of shape (3, 4).

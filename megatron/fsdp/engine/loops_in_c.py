@@ -47,7 +47,11 @@ def concatenated(groups: Iterable[Iterable[Any]]) -> list[Any]:
     return list(chain.from_iterable(groups))
 
 
-def set_all(objects: Iterable[object], name: str, value: object) -> None:
+def set_all(
+    objects: Iterable[object],
+    name: str,
+    value: object,
+) -> None:
     """Set an attribute of every object to the same value.
 
     Args:
@@ -58,7 +62,11 @@ def set_all(objects: Iterable[object], name: str, value: object) -> None:
     set_each(objects, name, repeat(value))
 
 
-def set_each(objects: Iterable[object], name: str, values: Iterable[object]) -> None:
+def set_each(
+    objects: Iterable[object],
+    name: str,
+    values: Iterable[object],
+) -> None:
     """Set an attribute of every object to a value of its own.
 
     Args:

@@ -135,7 +135,11 @@ def _observed_work(unit: str, work: str) -> Iterator[None]:
                 observer.end_work(begun)
 
 
-def begin_forward(call: Hashable, unit: str, is_root: bool) -> None:
+def begin_forward(
+    call: Hashable,
+    unit: str,
+    is_root: bool,
+) -> None:
     """Report that a forward begins.
 
     Args:

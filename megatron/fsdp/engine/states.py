@@ -123,7 +123,11 @@ class CallState(EngineState):
 State = TypeVar("State", bound=EngineState)
 
 
-def change_state(owner: object, state: State, new_state: State) -> State:
+def change_state(
+    owner: object,
+    state: State,
+    new_state: State,
+) -> State:
     """Return ``new_state``.
 
     Args:

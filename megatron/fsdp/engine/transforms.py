@@ -65,7 +65,11 @@ class BeforeBackward(torch.autograd.Function):
         return tensor
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(
+        ctx: Any,
+        inputs: tuple[Any, ...],
+        output: Any,
+    ) -> None:
         """Save the function for the backward.
 
         Args:
@@ -82,7 +86,11 @@ class BeforeBackward(torch.autograd.Function):
         return None, gradient
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Any) -> Any:
+    def jvp(
+        ctx: Any,
+        _: None,
+        tangent: Any,
+    ) -> Any:
         """Make the backward of the tangent call the function too.
 
         Args:

@@ -71,7 +71,11 @@ def _difference_in(ranks: Ranks, sequences: Sequences) -> tuple[float, str] | No
     return None
 
 
-def _described(number: int, ranks: Ranks, what_of: dict[int, str]) -> str:
+def _described(
+    number: int,
+    ranks: Ranks,
+    what_of: dict[int, str],
+) -> str:
     """Return which rank differs in a collective, and the operation of each rank."""
     counts = Counter(what_of.values())
     # Of equally many, the operation of the first rank that has started one.

@@ -110,7 +110,11 @@ class LastCollectives(Observer):
         self._known = weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Ranks, str]]()
 
     def begin_collective(
-        self, kind: str, name: str, operands: Operands, group: Group
+        self,
+        kind: str,
+        name: str,
+        operands: Operands,
+        group: Group,
     ) -> Remembered:
         """Remember a collective; it costs microseconds.
 
@@ -189,7 +193,13 @@ class Failures:
         last: the last collectives of this rank.
     """
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, last: LastCollectives):
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        last: LastCollectives,
+    ):
         self._store = store
         self.rank = rank
         self._num_ranks = num_ranks

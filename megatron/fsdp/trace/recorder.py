@@ -79,7 +79,11 @@ class Recorder(Observer):
         return self._offset + time.perf_counter()
 
     def add(
-        self, track: str, name: str, unit: str | None = None, operands: Operands = ()
+        self,
+        track: str,
+        name: str,
+        unit: str | None = None,
+        operands: Operands = (),
     ) -> TraceEntry:
         """Add an entry that begins now.
 
@@ -150,7 +154,11 @@ class Recorder(Observer):
         entry.end = entry.begin
 
     def begin_collective(
-        self, kind: str, name: str, operands: Operands, group: Group
+        self,
+        kind: str,
+        name: str,
+        operands: Operands,
+        group: Group,
     ) -> TraceEntry:
         """Add a collective.
 

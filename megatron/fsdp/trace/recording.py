@@ -114,7 +114,11 @@ def _writes(ranks: Collection[int] | None) -> bool:
 
 
 def write_trace(
-    directory: Path, rank: int, entries: list[TraceEntry], origin: float, now: float
+    directory: Path,
+    rank: int,
+    entries: list[TraceEntry],
+    origin: float,
+    now: float,
 ) -> None:
     """Write ``rank<N>.json`` and ``rank<N>.tsv``.
 
@@ -156,7 +160,10 @@ def table(entries: Iterable[TraceEntry], origin: float) -> str:
 
 
 def chrome_events(
-    rank: int, entries: list[TraceEntry], origin: float, now: float
+    rank: int,
+    entries: list[TraceEntry],
+    origin: float,
+    now: float,
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a rank in Chrome's trace event format, with times in microseconds.
 
@@ -207,7 +214,11 @@ def chrome_events(
         yield event
 
 
-def lane_for(lanes: list[list[float]], begin: float, end: float) -> int:
+def lane_for(
+    lanes: list[list[float]],
+    begin: float,
+    end: float,
+) -> int:
     """Return the number of the first lane with room for a span, and add the span to it.
 
     Args:
@@ -226,6 +237,12 @@ def lane_for(lanes: list[list[float]], begin: float, end: float) -> int:
     return len(lanes) - 1
 
 
-def _event(kind: str, name: str, rank: int, thread: int, arguments: dict[str, Any]) -> Any:
+def _event(
+    kind: str,
+    name: str,
+    rank: int,
+    thread: int,
+    arguments: dict[str, Any],
+) -> Any:
     """Return an event at the time 0."""
     return {"ph": kind, "name": name, "pid": rank, "tid": thread, "ts": 0, "args": arguments}
