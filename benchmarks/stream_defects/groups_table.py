@@ -51,11 +51,7 @@ GROUPS = [
     defect(
         "some ranks split the communicator of all",
         "groups of some ranks level1",
-        {
-            "engine.collectives:local_group": [
-                ("world.bound_device_id = None\n", "pass\n")
-            ]
-        },
+        {"engine.collectives:local_group": [("world.bound_device_id = None\n", "pass\n")]},
         ORDER,
     ),
     defect(

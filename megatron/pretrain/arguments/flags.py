@@ -40,9 +40,8 @@ class Range:
     """Rules divide by the number, and wait until it is in the range."""
 
 
-AT_LEAST_1 = Range(lambda value: value > 0, "at least 1", is_size=True)
-POSITIVE = Range(lambda value: value > 0, "at least 1")
-"""A number that no rule divides by, such as an interval: a bad one hides no other problem."""
+AT_LEAST_1 = Range(lambda value: value > 0, "at least 1")
+SIZE = Range(lambda value: value > 0, "at least 1", is_size=True)
 AT_LEAST_0 = Range(lambda value: value >= 0, "at least 0")
 ABOVE_0 = Range(lambda value: value > 0, "above 0")
 

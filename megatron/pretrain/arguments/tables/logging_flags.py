@@ -4,10 +4,10 @@
 from megatron.pretrain.arguments.flags import (
     ABOVE_0,
     AT_LEAST_0,
+    AT_LEAST_1,
     DEFAULT,
     DEPRECATED_DEFAULT,
     EMPTY_IS_NONE,
-    POSITIVE,
     Flag,
     Idle,
     Needs,
@@ -34,7 +34,7 @@ IDLE_WITHOUT_TIMERS = Idle(lambda args: not args.timing_log_level, "with --timin
 
 LOGGING_FLAGS: dict[str, tuple[Flag, ...]] = {
     "logging and profiling": (
-        integer("--log-interval", "iterations per line", POSITIVE, default=100),
+        integer("--log-interval", "iterations per line", AT_LEAST_1, default=100),
         text(
             "--log-dir",
             Refused("torchrun has it: torchrun --log-dir DIR --redirects 3 --local-ranks-filter 0"),

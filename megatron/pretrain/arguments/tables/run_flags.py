@@ -8,8 +8,8 @@ from megatron.pretrain.arguments.flags import (
     DEPRECATED_DEFAULT,
     DIVIDED,
     ENGINE,
-    POSITIVE,
     REQUIRED,
+    SIZE,
     Flag,
     Needs,
     NotCaptured,
@@ -167,7 +167,7 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
         integer(
             "--distributed-timeout-minutes",
             "minutes a collective may wait",
-            POSITIVE,
+            AT_LEAST_1,
             SHORT_TIME,
             default=10,
         ),
@@ -193,13 +193,13 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
         integer(
             "--num-layers-per-virtual-pipeline-stage",
             "interleaved schedule",
-            AT_LEAST_1,
+            SIZE,
             NEEDS_STAGES,
         ),
         integer(
             "--num-virtual-stages-per-pipeline-rank",
             "interleaved schedule, in stages",
-            AT_LEAST_1,
+            SIZE,
             NEEDS_STAGES,
         ),
     ),
@@ -213,16 +213,16 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
             "shape of the decay",
             default="linear",
         ),
-        integer("--lr-decay-iters", "iterations of the decay; default: --train-iters", POSITIVE),
-        integer("--lr-decay-samples", "samples of the decay; default: --train-samples", POSITIVE),
+        integer("--lr-decay-iters", "iterations of the decay; default: --train-iters", AT_LEAST_1),
+        integer("--lr-decay-samples", "samples of the decay; default: --train-samples", AT_LEAST_1),
         number("--lr-warmup-fraction", "warm-up as a part of the decay length"),
         integer("--lr-warmup-iters", "iterations of linear warm-up", AT_LEAST_0, default=0),
         integer("--lr-warmup-samples", "samples of linear warm-up", AT_LEAST_0, default=0),
         number(
             "--lr-warmup-init", "rate at the first step of the warm-up", AT_LEAST_0, default=0.0
         ),
-        integer("--lr-wsd-decay-iters", "length of the final decay of WSD", POSITIVE, NEEDS_WSD),
-        integer("--lr-wsd-decay-samples", "the same in samples", POSITIVE, NEEDS_WSD),
+        integer("--lr-wsd-decay-iters", "length of the final decay of WSD", AT_LEAST_1, NEEDS_WSD),
+        integer("--lr-wsd-decay-samples", "the same in samples", AT_LEAST_1, NEEDS_WSD),
         choice(
             "--lr-wsd-decay-style",
             "exponential|linear|cosine|minus_sqrt",
@@ -245,10 +245,8 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
     "model": (
-        integer(
-            "--seq-length --encoder-seq-length", "tokens per sequence", REQUIRED, COMMON, AT_LEAST_1
-        ),
-        integer("--max-position-embeddings", "longest sequence; default: --seq-length", AT_LEAST_1),
+        integer("--seq-length --encoder-seq-length", "tokens per sequence", REQUIRED, COMMON, SIZE),
+        integer("--max-position-embeddings", "longest sequence; default: --seq-length", SIZE),
         switch("--group-query-attention", "--num-query-groups for keys and values"),
         choice(
             "--position-embedding-type",
@@ -264,7 +262,7 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
         integer(
             "--rotary-base",
             "base of the rotary frequencies",
-            AT_LEAST_1,
+            SIZE,
             NEEDS_ROPE_OR_LATENT_ATTENTION,
             default=10000,
         ),
@@ -278,7 +276,7 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
         integer(
             "--rotary-seq-len-interpolation-factor",
             "divide positions by this",
-            AT_LEAST_1,
+            SIZE,
             NEEDS_ROPE,
         ),
         switch(
@@ -302,13 +300,13 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
         integer(
             "--make-vocab-size-divisible-by",
             "the vocabulary is padded to multiples",
-            AT_LEAST_1,
+            SIZE,
             default=128,
         ),
         integer(
             "--padded-vocab-size",
             "vocabulary after padding, instead of computing it",
-            AT_LEAST_1,
+            SIZE,
             DIVIDED,
         ),
         switch("--swiglu", "gated SiLU in the MLP", COMMON),
@@ -338,23 +336,21 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
         integer(
             "--dry-run-ranks",
             "ranks of the run that is checked; default: WORLD_SIZE",
-            AT_LEAST_1,
+            SIZE,
             Needs("dry_run"),
         ),
-        integer(
-            "--micro-batch-size", "sequences per rank and microbatch", REQUIRED, COMMON, AT_LEAST_1
-        ),
+        integer("--micro-batch-size", "sequences per rank and microbatch", REQUIRED, COMMON, SIZE),
         integer(
             "--global-batch-size",
             "sequences per iteration; default: one microbatch each",
             COMMON,
-            AT_LEAST_1,
+            SIZE,
         ),
         integer("--rampup-batch-size", NO_GROWTH, nargs=3),
-        integer("--train-iters", "iterations to train", COMMON, AT_LEAST_1),
-        integer("--train-samples", "sequences to train, instead of --train-iters", AT_LEAST_1),
-        integer("--exit-interval", "save and stop at a multiple of this iteration", POSITIVE),
-        integer("--exit-duration-in-mins", "save and stop after this many minutes", POSITIVE),
+        integer("--train-iters", "iterations to train", COMMON, SIZE),
+        integer("--train-samples", "sequences to train, instead of --train-iters", SIZE),
+        integer("--exit-interval", "save and stop at a multiple of this iteration", AT_LEAST_1),
+        integer("--exit-duration-in-mins", "save and stop after this many minutes", AT_LEAST_1),
         switch("--exit-signal-handler", "save and stop on SIGTERM"),
         switch(
             "--skip-train",
@@ -365,7 +361,7 @@ RUN_FLAGS: dict[str, tuple[Flag, ...]] = {
         integer(
             "--eval-interval",
             "iterations between evaluations; default: none in training",
-            AT_LEAST_1,
+            SIZE,
         ),
         switch("--full-validation", ONE_VALIDATION_SET),
         switch("--multiple-validation-sets", ONE_VALIDATION_SET),
