@@ -75,10 +75,11 @@ def test_the_program_stops_after_a_dry_run_without_torchrun_or_gpu(
     [
         (["--dry-run-ranks", "8"], 8),
         (["--dry-run-ranks=8", "--dry-run"], 8),
+        (["--dry-run-ranks", "8", "--dry-run-ranks", "4"], 4),
         (["--dry-run"], None),
         (["--dry-run-ranks", "x"], None),
     ],
-    ids=["words", "equals", "none", "not_a_number"],
+    ids=["words", "equals", "twice", "none", "not_a_number"],
 )
 def test_the_number_of_ranks_is_known_before_the_rules(
     words: list[str], expected: int | None

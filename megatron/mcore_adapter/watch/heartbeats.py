@@ -259,11 +259,7 @@ class Heartbeats:
             before[peer.beat.rank] = peer.beat.number
         while True:
             peers = self.peers()
-            awaited = []
-            for peer in peers:
-                if self._is_awaited(peer, before.get(peer.beat.rank)):
-                    awaited.append(peer)
-            if not awaited:
+            if not any(self._is_awaited(peer, before.get(peer.beat.rank)) for peer in peers):
                 return peers
             time.sleep(0.1)
             if time.monotonic() - self._last_sent > self.period:

@@ -171,11 +171,12 @@ def default_values() -> dict[str, Any]:
 
 def dry_run_ranks(argv: Sequence[str]) -> int | None:
     """Return the number of ranks that --dry-run-ranks gives, which the rules need first."""
+    ranks = None
     for words in one_flag_each(list(argv)):
         name, _, value = " ".join(words).replace("=", " ").partition(" ")
         if name == "--dry-run-ranks" and value.isdecimal() and int(value) > 0:
-            return int(value)
-    return None
+            ranks = int(value)  # of several, the last one counts, as for argparse
+    return ranks
 
 
 def has_package(name: str) -> bool:
