@@ -33,25 +33,25 @@ class Room(NamedTuple):
 ROOMS = [
     # folder                                lines  files
     Room("megatron_fsdp",                   2_900, 17),  # the second generation
-    Room("megatron/fsdp/engine",            5_400, 19),  # 7.5 tokens a line, arguments documented
+    Room("megatron/fsdp/engine",            5_500, 19),  # 7.5 tokens a line, arguments documented
     Room("megatron/fsdp",                  16_200, 73),  # files by nouns, states with docstrings
-    Room("megatron/mcore_adapter",          5_300, 36),  # 7.5 tokens a line, arguments explained
+    Room("megatron/mcore_adapter",          5_400, 36),  # 7.5 tokens a line, arguments explained
     Room("megatron/checkpoint",            14_200, 64),  # 7.5 tokens a line, arguments explained
-    Room("megatron/pretrain",              10_200, 57),  # a row for each flag
+    Room("megatron/pretrain",              10_400, 57),  # a row for each flag
 ]  # fmt: skip
 
 ADDED_ROOMS = [
     Room("megatron/fsdp/quantized",         1_400,  8),
     Room("megatron/fsdp/optimizer/matrix",    850,  5),
-    Room("megatron/mcore_adapter/checkpoints", 5_250, 19),  # of both loops; arguments documented
+    Room("megatron/mcore_adapter/checkpoints", 5_350, 19),  # of both loops; arguments documented
     Room("megatron/mcore_adapter/run",        400, 10),
-    Room("megatron/mcore_adapter/watch",    1_250,  5),
+    Room("megatron/mcore_adapter/watch",    1_300,  5),
 ]  # fmt: skip
 """Rooms inside of another one that do not count there."""
 
 # The engine: the algorithm, which one reads in an afternoon.
 ENGINE = "megatron/fsdp/engine"
-ENGINE_CODE_LINES = 3_400
+ENGINE_CODE_LINES = 3_450
 ENGINE_DOCSTRINGS = 0.20  # of all lines, at most: accessors need one line
 ENGINE_COMMENTS = 0.05  # of all lines, at least: decisions need reasons
 ENGINE_IGNORES = re.compile(

@@ -42,7 +42,11 @@ def release_graphs() -> None:
 
 
 @functools.wraps(_original_call)
-def call_with_new_weights(wrapper: FullCudaGraphWrapper, *args: Any, **kwargs: Any) -> Any:
+def call_with_new_weights(
+    wrapper: FullCudaGraphWrapper,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Run, capture or replay an iteration; a graph must gather the weights of every step."""
     # An evaluation may have gathered them: the capture would then have no gathers.
     stage = "validation" if kwargs["forward_only"] else "training"

@@ -114,7 +114,10 @@ def load_own_state(chunk: nn.Module, extra_state: Callable[[str], bytes | None])
 
 
 def entries_of(
-    name: str, value: Any, sharded: ShardedParam | None, gated: bool = True
+    name: str,
+    value: Any,
+    sharded: ShardedParam | None,
+    gated: bool = True,
 ) -> dict[str, Any]:
     """Return the entries of one value by name: the value, or the two halves of a gated weight.
 
@@ -186,7 +189,9 @@ def settings_of_group(
 
 
 def drop_absent_settings(
-    asked: dict[str, Settings], keys: Container[str], name_in_file: Rename = str
+    asked: dict[str, Settings],
+    keys: Container[str],
+    name_in_file: Rename = str,
 ) -> None:
     """Remove parameters that the file does not have from the settings to load, in place.
 

@@ -48,7 +48,11 @@ def coded_weights(args: argparse.Namespace, chunk: nn.Module) -> dict[str, nn.Pa
     return found
 
 
-def gathered_part(group: ParamGroup, coded: Container[str], code_bytes: float) -> float:
+def gathered_part(
+    group: ParamGroup,
+    coded: Container[str],
+    code_bytes: float,
+) -> float:
     """Return the bytes that a group all-gathers as a fraction of those of its unquantized weights.
 
     Args:

@@ -45,7 +45,10 @@ class CoreEngine(MegatronFSDP):
         super().__init__(module, *args, **settings)
 
     def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield main weights, as the base class does, by their global names.
 
@@ -91,7 +94,10 @@ class CoreEngine(MegatronFSDP):
         return destination
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
     ) -> Any:
         """Load main weights and buffers, as the base class does, by their global names.
 

@@ -76,7 +76,9 @@ def _fill_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def build_muon(
-    config: OptimizerConfig, model: list[MegatronModule], **settings: Any
+    config: OptimizerConfig,
+    model: list[MegatronModule],
+    **settings: Any,
 ) -> DistributedOptimizer:
     """Build Muon and Adam over sharded models, as one optimizer inside of Megatron-Core's.
 
@@ -198,7 +200,12 @@ def _muon_of_owners() -> Any:
         from megatron.core.optimizer.muon import TensorParallelMuon
 
     class Muon(TensorParallelMuon):
-        def orthogonalize(self, p: Any, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        def orthogonalize(
+            self,
+            p: Any,
+            grad: torch.Tensor,
+            **kwargs: Any,
+        ) -> torch.Tensor:
             num_slices, dim = p.slices
             slices = []
             for part in grad.chunk(num_slices, dim):
@@ -223,10 +230,19 @@ def use_new_names() -> None:
     orthogonalize = muon.newton_schulz_tp
 
     class Renamed(base):
-        def __init__(self, *args: Any, use_nesterov: bool, **kwargs: Any):
+        def __init__(
+            self,
+            *args: Any,
+            use_nesterov: bool,
+            **kwargs: Any,
+        ):
             super().__init__(*args, nesterov=use_nesterov, **kwargs)
 
-    def newton_schulz_tp(*args: Any, mode: str, **kwargs: Any) -> torch.Tensor:
+    def newton_schulz_tp(
+        *args: Any,
+        mode: str,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         return orthogonalize(*args, tp_mode=mode, **kwargs)
 
     muon.TensorParallelMuon.__bases__ = (Renamed,)
@@ -314,7 +330,12 @@ def refuse_stale_weights() -> None:
 
 def _refusing_init(original: Any) -> Any:
     @functools.wraps(original)
-    def init(megatron_optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
+    def init(
+        megatron_optimizer: Any,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         # The original calls its first argument "optimizer", and programs may pass it by that name.
         inner = args[0] if args else kwargs.get("optimizer")
         if inner is not None and _models_of(inner):
@@ -331,7 +352,12 @@ def _refusing_init(original: Any) -> Any:
 
 def _preparing_init(original: Any) -> Any:
     @functools.wraps(original)
-    def init(optimizer: DistributedOptimizer, /, *args: Any, **kwargs: Any) -> None:
+    def init(
+        optimizer: DistributedOptimizer,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         original(optimizer, *args, **kwargs)
         parameters = optimizer.get_parameters()
         if optimizer.optimizer is None or not parameters:
@@ -358,7 +384,11 @@ def keep_main_weights() -> None:
     original = DistributedOptimizer._copy_model_params_to_main_params
 
     @functools.wraps(original)
-    def copy_of_others(optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> None:
+    def copy_of_others(
+        optimizer: DistributedOptimizer,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         if not _models_of(optimizer):
             original(optimizer, *args, **kwargs)
 

@@ -88,7 +88,12 @@ def _replace_type_strings() -> None:
     original = torch.Tensor.type
 
     @functools.wraps(original)
-    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def type_(
+        self: torch.Tensor,
+        dtype: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if dtype is None:
             with torch._C.DisableTorchFunctionSubclass():  # a subclass' own would come back here
                 return original(self).replace("torch.", "torch.cuda.", 1)
@@ -173,7 +178,10 @@ def _replace_uneven_collectives() -> None:
     reduce_scatter_even = mappings._reduce_scatter_along_first_dim
 
     def gather(
-        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, *others: Any
+        tensor: torch.Tensor,
+        group: Any,
+        sizes: Sequence[int] | None = None,
+        *others: Any,
     ) -> torch.Tensor:
         if sizes is None:
             return gather_even(tensor, group, sizes, *others)
@@ -183,7 +191,10 @@ def _replace_uneven_collectives() -> None:
         return mappings.all_to_all(group, copies, sizes, sent_sizes)
 
     def reduce_scatter(
-        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, *others: Any
+        tensor: torch.Tensor,
+        group: Any,
+        sizes: Sequence[int] | None = None,
+        *others: Any,
     ) -> torch.Tensor:
         if sizes is None:
             return reduce_scatter_even(tensor, group, sizes, *others)
@@ -209,7 +220,11 @@ def _repair_moe() -> None:
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     multi_latent_attention.HAVE_TE = HAVE_TE  # is True although its classes are stand-ins
 
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, **unused: Any) -> Any:
+    def maybe_move_tensor_to_cpu(
+        tensor: Any,
+        as_numpy: bool = False,
+        **unused: Any,
+    ) -> Any:
         # The original converts CUDA tensors only, and passes others on as split sizes.
         if as_numpy and isinstance(tensor, torch.Tensor):
             return tensor.numpy()

@@ -146,7 +146,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
         _mark_copies(self.module, over_all_instances)
 
     def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield main weights as DTensors, by ``module.`` and their global names.
 
@@ -202,7 +205,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.module.is_last_microbatch = True
 
     def start_param_sync(
-        self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
+        self,
+        *unused: Any,
+        force_sync: bool = False,
+        force_dispatch: bool = False,
     ) -> None:
         """Start the all-gathers of weights, at level 3 with ``force_dispatch`` only."""
         if self._is_driven and not self._is_captured:  # its graph gathers

@@ -24,7 +24,10 @@ class FileDifferences:
 
     @classmethod
     def between(
-        cls, asked: Mapping[str, Any], stored: Mapping[str, STORAGE_TYPES], here: str
+        cls,
+        asked: Mapping[str, Any],
+        stored: Mapping[str, STORAGE_TYPES],
+        here: str,
     ) -> FileDifferences:
         """Compare the entries that this rank asks for with those of a file.
 

@@ -28,7 +28,12 @@ class FusedGradient:
         index: number of the weight in its group.
     """
 
-    def __init__(self, parameter: nn.Parameter, gradients: GroupGradients, index: int):
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        gradients: GroupGradients,
+        index: int,
+    ):
         self._parameter = parameter
         self._gradients = gradients
         self._index = index
@@ -76,7 +81,11 @@ class FusedGradient:
         return total.detach()
 
 
-def accept_fused_gradients(parameter: nn.Parameter, gradients: GroupGradients, index: int) -> None:
+def accept_fused_gradients(
+    parameter: nn.Parameter,
+    gradients: GroupGradients,
+    index: int,
+) -> None:
     """Set the attributes that fused kernels look for, and pass their products to autograd.
 
     Args:

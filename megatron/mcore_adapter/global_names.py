@@ -40,7 +40,11 @@ class GlobalNames:
         self._local_key = _inverse(self._global_key)
 
     def _visit(
-        self, module: nn.Module, path: str, global_path: str, first_number: int | None = None
+        self,
+        module: nn.Module,
+        path: str,
+        global_path: str,
+        first_number: int | None = None,
     ) -> None:
         """Store the paths of a module and of all below it.
 
@@ -87,7 +91,11 @@ class GlobalNames:
         )
 
     def _translate(
-        self, key: str, keys: dict[str, str], paths: dict[str, str], to_global: bool
+        self,
+        key: str,
+        keys: dict[str, str],
+        paths: dict[str, str],
+        to_global: bool,
     ) -> str:
         """Translate a key by the tables of whole keys and of paths.
 

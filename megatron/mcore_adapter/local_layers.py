@@ -44,7 +44,10 @@ class LocalNorm:
     # It is a class, not a function, because layer specs take classes only.
 
     def __new__(  # type: ignore[misc]  # layer specs call this and use the result
-        cls, config: TransformerConfig, hidden_size: int, eps: float | None = None
+        cls,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float | None = None,
     ) -> nn.Module:
         """Make the norm that ``config.normalization`` names."""
         norms: dict[str, type[nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
@@ -177,7 +180,12 @@ class LocalAttention(DotProductAttention):
             gathered += [chunks[rank], chunks[2 * num_ranks - 1 - rank]]
         return torch.cat(gathered)
 
-    def _mask(self, given: Tensor | None, num_queries: int, positions: Tensor) -> Tensor | None:
+    def _mask(
+        self,
+        given: Tensor | None,
+        num_queries: int,
+        positions: Tensor,
+    ) -> Tensor | None:
         """Return the mask with its columns in the order of the gathered keys."""
         if given is not None:
             if given.shape[-1] != len(positions):
@@ -226,7 +234,10 @@ class LocalLatentAttention(MLASelfAttention):
         }
 
     def _whole_latents(
-        self, projection: nn.Module, inputs: object, output: tuple[Tensor, None]
+        self,
+        projection: nn.Module,
+        inputs: object,
+        output: tuple[Tensor, None],
     ) -> tuple[Tensor, None]:
         """Return latents and position keys in all columns, as if nothing divided the projection."""
         latents = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)

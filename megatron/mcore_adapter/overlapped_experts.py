@@ -41,7 +41,12 @@ def drive_combined_schedule(engine: MegatronFSDP, delays_gradients: bool) -> Non
 
 
 def _notifying(run: Callable[..., Any]) -> Callable[..., Any]:
-    def run_and_notify(forward: Any, backward: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_and_notify(
+        forward: Any,
+        backward: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         end_forward = _begin(forward, "forward")
         end_backward = _begin(backward, "backward")
         result = run(forward, backward, *args, **kwargs)

@@ -33,7 +33,12 @@ class _FusedAdamOnShards(torch.optim.Optimizer):
         """Create the moments of a parameter; Megatron-Core passes no second argument."""
         super().initialize_state(param, False)  # type: ignore[misc]
 
-    def _initialize_state(self, param: nn.Parameter, state_name: str, **settings: Any) -> None:
+    def _initialize_state(
+        self,
+        param: nn.Parameter,
+        state_name: str,
+        **settings: Any,
+    ) -> None:
         super()._initialize_state(param, state_name, **settings)  # type: ignore[misc]
         slots = self.state[param]  # it has made a DTensor of equal shards
         moment: Any = local_tensor(slots[state_name])
@@ -43,7 +48,11 @@ class _FusedAdamOnShards(torch.optim.Optimizer):
         slots[state_name] = sharded_param_of(param).over(moment)
 
     def _apply_scale(
-        self, name: str, unscaled: torch.Tensor, scaled: torch.Tensor, scale: torch.Tensor
+        self,
+        name: str,
+        unscaled: torch.Tensor,
+        scaled: torch.Tensor,
+        scale: torch.Tensor,
     ) -> None:
         """Scale a moment of a shard, which may be empty, or zero as whole tensors rarely are.
 

@@ -37,7 +37,12 @@ MODULES = (
 class PublishedModule(ModuleType):
     """A module with names of this project, before those of Megatron-Core's module, if loaded."""
 
-    def __init__(self, name: str, names: Mapping[str, object], theirs: ModuleType | None):
+    def __init__(
+        self,
+        name: str,
+        names: Mapping[str, object],
+        theirs: ModuleType | None,
+    ):
         super().__init__(name)
         if theirs is not None:
             # The import of modules below this one needs these.

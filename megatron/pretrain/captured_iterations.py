@@ -28,7 +28,12 @@ def schedule_of(args: argparse.Namespace) -> Callable[..., Any]:
 class CheckedBuffers(StaticBufferLoader):
     """The inputs of the graphs, which have the sizes of the first iteration."""
 
-    def __call__(self, inputs: dict[str, Any], stage: str, microbatch: int) -> Any:
+    def __call__(
+        self,
+        inputs: dict[str, Any],
+        stage: str,
+        microbatch: int,
+    ) -> Any:
         """Copy a microbatch to where the graph reads it.
 
         Raises:

@@ -136,7 +136,11 @@ def model_lines(args: argparse.Namespace, stages: list[StageEstimate]) -> Iterat
     )
 
 
-def estimate_stage(args: argparse.Namespace, rows: int, stage: int) -> StageEstimate:
+def estimate_stage(
+    args: argparse.Namespace,
+    rows: int,
+    stage: int,
+) -> StageEstimate:
     """Return parameters and memory of the first rank of a pipeline stage.
 
     Args:
@@ -210,7 +214,11 @@ def expert_data_ranks(args: argparse.Namespace) -> int:
     return int(args.world_size // (experts * args.pipeline_model_parallel_size))
 
 
-def activation_bytes(args: argparse.Namespace, num_layers: int, stage: int) -> int:
+def activation_bytes(
+    args: argparse.Namespace,
+    num_layers: int,
+    stage: int,
+) -> int:
     """Return the bytes of activations of the microbatches that a stage has under way.
 
     Args:

@@ -192,7 +192,9 @@ def register_memory_slots(run: TrainingRun) -> None:
 
 
 def train(
-    run: TrainingRun, data: Microbatches | list[Microbatches], valid_data: Any | None
+    run: TrainingRun,
+    data: Microbatches | list[Microbatches],
+    valid_data: Any | None,
 ) -> None:
     """Train from where the run is to ``args.train_iters``, or until it is asked to stop.
 
@@ -214,7 +216,6 @@ def train(
         chunk.train()
     report.begin(progress)
     saved_at = progress.iteration
-
     report.times.resume_interval()
     with profiling(args, report.log) as step_is_over:
         while progress.iteration < args.train_iters:
@@ -303,7 +304,9 @@ def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> Non
 
 
 def forward_backward(
-    run: TrainingRun, data: Microbatches | list[Microbatches], forward_only: bool
+    run: TrainingRun,
+    data: Microbatches | list[Microbatches],
+    forward_only: bool,
 ) -> list[dict[str, torch.Tensor]]:
     """Run the pipeline schedule over the microbatches of a global batch.
 
@@ -403,7 +406,11 @@ def evaluate_in_training(run: TrainingRun, valid_data: Any) -> None:
     run.progress.consumed_valid_samples += num_samples
 
 
-def evaluate_at_the_end(run: TrainingRun, dataset: Any, name: str) -> None:
+def evaluate_at_the_end(
+    run: TrainingRun,
+    dataset: Any,
+    name: str,
+) -> None:
     """Evaluate on the first part of a data set.
 
     Args:
@@ -415,7 +422,11 @@ def evaluate_at_the_end(run: TrainingRun, dataset: Any, name: str) -> None:
         run.report.evaluation(run.progress, evaluate(run, data), name)
 
 
-def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:
+def save(
+    run: TrainingRun,
+    root: str,
+    at_the_end: bool = False,
+) -> None:
     """Save a checkpoint and the loss curves so far.
 
     Args:

@@ -245,7 +245,10 @@ def loop_arguments(words: Sequence[str], num_ranks: int) -> argparse.Namespace:
 
 
 def build_datasets(
-    args: argparse.Namespace, kind: str, num_samples: Sequence[Any], build: BuildDatasets
+    args: argparse.Namespace,
+    kind: str,
+    num_samples: Sequence[Any],
+    build: BuildDatasets,
 ) -> Sequence[Any]:
     """Return the data for training, validation and test, as our own loop builds it; a collective.
 

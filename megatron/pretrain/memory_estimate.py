@@ -144,7 +144,12 @@ def experts_in(model: nn.Module) -> bool:
     return any(belongs_to_expert(*named) for named in model.named_parameters())
 
 
-def host_bytes(numel: int, precision: Precision, trainable: bool, states: int) -> int:
+def host_bytes(
+    numel: int,
+    precision: Precision,
+    trainable: bool,
+    states: int,
+) -> int:
     """Return the bytes of a group whose shards are on the host.
 
     Args:

@@ -109,7 +109,11 @@ def start_user_buffers(args: argparse.Namespace) -> None:
     base.initialize_ub(**options)
 
 
-def seed(number: int, differs_between_data_ranks: bool, is_captured: bool) -> None:
+def seed(
+    number: int,
+    differs_between_data_ranks: bool,
+    is_captured: bool,
+) -> None:
     """Seed every generator of this rank.
 
     Args:

@@ -117,7 +117,11 @@ def layers_of_each_kind(args: argparse.Namespace) -> int:
     return int(min(args.num_layers, number))
 
 
-def check_model(args: argparse.Namespace, argv: Sequence[str], parse: Parse) -> None:
+def check_model(
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    parse: Parse,
+) -> None:
     """Run forward and backward of a small model, before there are process groups.
 
     Nothing is tried on GPUs, nor layers of Transformer Engine, which need one, nor in a program
@@ -151,7 +155,11 @@ def check_model(args: argparse.Namespace, argv: Sequence[str], parse: Parse) -> 
         raise CommandLineError([problem])
 
 
-def problem_of(args: argparse.Namespace, argv: list[str], parse: Parse) -> str:
+def problem_of(
+    args: argparse.Namespace,
+    argv: list[str],
+    parse: Parse,
+) -> str:
     """Return the error of a small model with the flags that cure it, or an empty text.
 
     Args:

@@ -157,7 +157,11 @@ def _write(
     _on_first_rank(lambda: _publish(target, output, place), output.staging)
 
 
-def _prepare(place: Path, identity: str, is_continued: bool) -> None:
+def _prepare(
+    place: Path,
+    identity: str,
+    is_continued: bool,
+) -> None:
     """Make the staging directory, or keep the one that an interrupted conversion has left."""
     journal = place / CONVERSION_JOURNAL
     if not is_continued and place.exists():
@@ -210,7 +214,11 @@ def _result_of(part: Part, place: Path) -> Any:
     return safe_pickle.load(result)
 
 
-def _publish(target: Target, output: OutputDirectory, place: Path) -> None:
+def _publish(
+    target: Target,
+    output: OutputDirectory,
+    place: Path,
+) -> None:
     """Write the files that depend on all parts, and make the output visible unless it is."""
     results = {}
     for part in target.parts:

@@ -66,7 +66,11 @@ def _positive(
     return value
 
 
-def _open(path: Path, verify_integrity: bool, expected: str = "") -> Opened:
+def _open(
+    path: Path,
+    verify_integrity: bool,
+    expected: str = "",
+) -> Opened:
     """Open a checkpoint to convert; the ranks share the comparison with its manifest.
 
     Raises:

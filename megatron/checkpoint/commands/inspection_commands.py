@@ -146,12 +146,20 @@ def print_tensor(
         raise ValueError(f"there is no key {key!r}{hint}")
 
 
-def _print_object(key: str, value: Any, printer: Printer) -> None:
+def _print_object(
+    key: str,
+    value: Any,
+    printer: Printer,
+) -> None:
     printer.result({"key": key, "value": value})
     printer.text(f"{key}: {value!r}")
 
 
-def _print_tensor(key: str, tensor: torch.Tensor, printer: Printer) -> None:
+def _print_tensor(
+    key: str,
+    tensor: torch.Tensor,
+    printer: Printer,
+) -> None:
     statistics = _statistics(tensor)
     if printer.as_json:  # as a list the tensor takes many times the memory
         printer.result(

@@ -125,7 +125,11 @@ def zeros(shape: Shape, dtype: torch.dtype) -> LazyTensor:
     return LazyTensor(shape, dtype, read_rows)
 
 
-def shape_of_rows(shape: Shape, start: int, stop: int) -> Shape:
+def shape_of_rows(
+    shape: Shape,
+    start: int,
+    stop: int,
+) -> Shape:
     """Return the shape of the rows ``[start, stop)`` of a tensor; that of a 0-d tensor is ()."""
     if not shape:
         return ()
@@ -167,7 +171,11 @@ def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
     return LazyTensor(shape, first.dtype, read_rows)
 
 
-def _rows_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def _rows_of(
+    tensor: torch.Tensor,
+    start: int,
+    stop: int,
+) -> torch.Tensor:
     if tensor.dim() == 0:
         return tensor
     return tensor[start:stop]

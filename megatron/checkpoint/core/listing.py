@@ -17,7 +17,11 @@ def some(items: Sequence[str], limit: int = 6) -> str:
     return ", ".join(items[:limit]) + more
 
 
-def listed(title: str, items: Sequence[str], limit: int = 20) -> str:
+def listed(
+    title: str,
+    items: Sequence[str],
+    limit: int = 20,
+) -> str:
     """Return a title and a line for each item.
 
     Args:

@@ -40,7 +40,12 @@ class Chunk(NamedTuple):
         start = self.offsets[dim]
         return start, start + self.sizes[dim]
 
-    def rows(self, start: int, stop: int, dim: int = 0) -> Chunk:
+    def rows(
+        self,
+        start: int,
+        stop: int,
+        dim: int = 0,
+    ) -> Chunk:
         """Return a part of the chunk along one dim.
 
         Args:

@@ -243,7 +243,11 @@ def archive_of(tensor: torch.Tensor) -> TensorArchive | None:
 
 
 @lru_cache(maxsize=4096)
-def _archive(dtype: torch.dtype, shape: Shape, strides: Shape) -> TensorArchive:
+def _archive(
+    dtype: torch.dtype,
+    shape: Shape,
+    strides: Shape,
+) -> TensorArchive:
     file = _FileWithGap()
     with torch.serialization.skip_data():
         tensor = torch.empty_strided(shape, strides, dtype=dtype)

@@ -106,7 +106,11 @@ def read_header(
         ) from error
 
 
-def _payload_in(file: IO[bytes], info: _StorageInfo, compares: bool) -> TensorPayload:
+def _payload_in(
+    file: IO[bytes],
+    info: _StorageInfo,
+    compares: bool,
+) -> TensorPayload:
     window = _Window(file, info.offset, info.length)
     with zipfile.ZipFile(window) as archive:
         names = {}
@@ -176,7 +180,12 @@ class _Window(io.RawIOBase):
         length: number of bytes.
     """
 
-    def __init__(self, file: IO[bytes], offset: int, length: int):
+    def __init__(
+        self,
+        file: IO[bytes],
+        offset: int,
+        length: int,
+    ):
         self._file = file
         self._offset = offset
         self._length = length
@@ -341,7 +350,11 @@ def _index(offsets: Sequence[int], target: torch.Tensor) -> tuple[slice, ...]:
     return chunk.slices([0] * target.dim())
 
 
-def _read_into(file: IO[bytes], position: int, target: torch.Tensor) -> None:
+def _read_into(
+    file: IO[bytes],
+    position: int,
+    target: torch.Tensor,
+) -> None:
     """Fill a contiguous tensor on the CPU with the bytes at ``position``."""
     view = bytes_of(target)
     done = 0

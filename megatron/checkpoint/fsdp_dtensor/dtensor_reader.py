@@ -108,7 +108,11 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
     return state
 
 
-def _add_notes(state: TrainingState, unknown: list[str], unread: list[str]) -> None:
+def _add_notes(
+    state: TrainingState,
+    unknown: list[str],
+    unread: list[str],
+) -> None:
     """Add notes on parameters without a rule, and on keys that were not read."""
     if state.args is None:
         state.notes.append(

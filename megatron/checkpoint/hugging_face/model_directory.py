@@ -322,7 +322,11 @@ def _gaps(header: dict[str, Any], num_bytes: int) -> list[str]:
     return problems
 
 
-def _stored_tensor(path: Path, start: int, entry: dict[str, Any]) -> LazyTensor:
+def _stored_tensor(
+    path: Path,
+    start: int,
+    entry: dict[str, Any],
+) -> LazyTensor:
     """Return a tensor of the file; the values of the file begin at byte ``start``.
 
     It is read with plain reads: the library needs address space for the whole file, or memory for

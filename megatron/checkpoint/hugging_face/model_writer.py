@@ -342,7 +342,11 @@ def _shards(tensors: Tensors, limit: int) -> dict[str, Tensors]:
     return files
 
 
-def _part(file: str, tensors: Tensors, notes: list[str]) -> Part:
+def _part(
+    file: str,
+    tensors: Tensors,
+    notes: list[str],
+) -> Part:
     """Return the part that writes one file. Reading tensors may append to ``notes``."""
     # Wide values come first, so that all of them are aligned.
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)

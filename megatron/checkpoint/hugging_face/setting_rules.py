@@ -56,7 +56,11 @@ def write_nothing(args: Namespace, problems: Problems) -> Config:
 _REQUIRED = object()
 
 
-def same(keys: str, name: str, default: Any = _REQUIRED) -> SettingRule:
+def same(
+    keys: str,
+    name: str,
+    default: Any = _REQUIRED,
+) -> SettingRule:
     """Make the rule of a key and an argument that mean the same.
 
     Args:
@@ -85,7 +89,11 @@ def same(keys: str, name: str, default: Any = _REQUIRED) -> SettingRule:
     return SettingRule(spellings, (name,), read, write)
 
 
-def derived(key: str, name: str, read: Callable[[Config], Any]) -> SettingRule:
+def derived(
+    key: str,
+    name: str,
+    read: Callable[[Config], Any],
+) -> SettingRule:
     """Make the rule of a key and an argument whose value follows from several keys.
 
     Args:

@@ -95,7 +95,11 @@ def digest_of_blocks(path: Path) -> tuple[int, str]:
     return sum(num_bytes for num_bytes, _ in parts), digest.hexdigest()
 
 
-def _checksums_of(descriptor: int, begin: int, end: int) -> tuple[int, bytes]:
+def _checksums_of(
+    descriptor: int,
+    begin: int,
+    end: int,
+) -> tuple[int, bytes]:
     """Return the number of bytes of a file in a range, and the CRC-32s of the blocks in it."""
     checksums = bytearray()
     buffer = memoryview(bytearray(BLOCK))

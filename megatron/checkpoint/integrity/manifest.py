@@ -64,7 +64,11 @@ def digest_of(path: Path, algorithm: str = BLOCKS) -> FileDigest:
     return FileDigest(num_bytes, digest.hexdigest(), SHA256)
 
 
-def is_of_rank(name: str, rank: int, world_size: int) -> bool:
+def is_of_rank(
+    name: str,
+    rank: int,
+    world_size: int,
+) -> bool:
     """Return True if a rank takes a file's share of the work: the rank that has written it.
 
     The node of that rank probably still caches the file. The first rank takes the files that have
@@ -104,7 +108,11 @@ def digests_of_rank(
     return digests
 
 
-def files_of_rank(directory: Path, rank: int, world_size: int) -> list[str]:
+def files_of_rank(
+    directory: Path,
+    rank: int,
+    world_size: int,
+) -> list[str]:
     """Return the names of the files that are a rank's share.
 
     Args:

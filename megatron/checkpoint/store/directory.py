@@ -332,7 +332,11 @@ def discard(root: str | Path, iteration: int) -> None:
     shutil.rmtree(staging_directory(root, iteration), ignore_errors=True)
 
 
-def retain(root: str | Path, interval: int | None, newest: int) -> None:
+def retain(
+    root: str | Path,
+    interval: int | None,
+    newest: int,
+) -> None:
     """Delete all checkpoints but some; called on one rank.
 
     Args:

@@ -239,7 +239,12 @@ class Store:
             if name:
                 self._remove(name)
 
-    def upload(self, folder: Path, name: str, files: Sequence[str]) -> None:
+    def upload(
+        self,
+        folder: Path,
+        name: str,
+        files: Sequence[str],
+    ) -> None:
         """Upload files; called on every rank, with those that it has written.
 
         Args:

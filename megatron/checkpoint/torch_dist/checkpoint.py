@@ -203,7 +203,11 @@ def _add_objects(
         states += random_states[stage, tensor_rank, data_rank]
 
 
-def _add_extra_state(state: TrainingState, key: re.Match[str], value: Any) -> None:
+def _add_extra_state(
+    state: TrainingState,
+    key: re.Match[str],
+    value: Any,
+) -> None:
     """Add the extra state of a module, unless it is empty."""
     if isinstance(value, torch.Tensor) and value.numel():
         index = tuple(int(number) for number in key[2].split("."))
@@ -388,7 +392,11 @@ def extra_state_tensor(value: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
 
-def _object_key(name: str, index: tuple[int, ...], shape: Shape) -> str:
+def _object_key(
+    name: str,
+    index: tuple[int, ...],
+    shape: Shape,
+) -> str:
     """Return the key of an object at an index of a grid: ``name/shard_1.0_2.4`` for (1, 0)."""
     position = ".".join(str(number) for number in index)
     sizes = ".".join(str(length) for length in shape)

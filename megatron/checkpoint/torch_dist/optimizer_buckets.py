@@ -248,7 +248,11 @@ def _side_by_side(shards: Sequence[LazyTensor]) -> LazyTensor:
     return LazyTensor(shape, shards[0].dtype, read_rows)
 
 
-def _shard_tensor(shard: StoredShard, slot: str, shape: Shape) -> LazyTensor:
+def _shard_tensor(
+    shard: StoredShard,
+    slot: str,
+    shape: Shape,
+) -> LazyTensor:
     """Return a shard in its shape; the buffer has its elements row by row."""
     row = math.prod(shape[1:])
 

@@ -87,7 +87,12 @@ class OptimizerTensors:
     used_keys: set[str] = field(default_factory=set)
     grad_scaler: Fields | None = None
 
-    def add(self, name: str, slot: str, tensor: LazyTensor) -> None:
+    def add(
+        self,
+        name: str,
+        slot: str,
+        tensor: LazyTensor,
+    ) -> None:
         """Add one slot of a parameter.
 
         Args:

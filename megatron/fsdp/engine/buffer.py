@@ -306,6 +306,7 @@ def padding_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     for position in layout.positions:
         if position.numel:
             used.append((position.start, position.stop))
+    # Positions are in the order of the group, which need not be that of the buffer.
     used.sort()
     padding = []
     end = 0  # end of the parameters so far

@@ -150,6 +150,7 @@ class Communicator:
 
     def partition(self, shards_inner: bool, shards_outer: bool) -> Partition:
         """Return the shards of a buffer that one or both axes divide, and this rank's."""
+        # An axis that does not shard counts as one shard, which every one of its ranks owns.
         num_inner = 1
         num_outer = 1
         inner_rank = 0
@@ -388,6 +389,7 @@ def have_equal(texts: Sequence[str], group: dist.ProcessGroup | None) -> bool:
     # rank would unpickle the objects of all others.
     text = ascii(texts).encode()
     digest = hashlib.sha256(text).digest()
+    # Words of seven bytes, so that an int64 has both them and their negatives.
     first = int.from_bytes(digest[:7], "big")
     second = int.from_bytes(digest[7:14], "big")
     # The largest words of all ranks, and the smallest with their signs changed.

@@ -130,6 +130,7 @@ class UnitHooks:
         kwargs: dict[str, Any],
     ) -> None:
         borrowed = list(unit.shared)
+        # A tied output layer gets the weight of the embedding, which is another unit, as argument.
         for argument in (*args, *kwargs.values()):
             if not isinstance(argument, nn.Parameter):
                 continue
@@ -161,6 +162,7 @@ class UnitHooks:
             if torch.is_grad_enabled():
                 output = self._watch_outputs(call, output)
         finally:
+            # The call lives until its backward. Its inputs need not, unless the graph keeps them.
             call.inputs.clear()
             if not in_backward():  # else it is recomputation
                 self.end_use(call, call.used_units)
@@ -402,6 +404,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             items[key] = map_tensors(function, item)
         if not isinstance(value, MutableMapping):
             return MappingProxyType(items)
+        # A copy has the class and the attributes; its constructor may expect other arguments.
         mapped = copy.copy(value)
         mapped.update(items)
         return mapped

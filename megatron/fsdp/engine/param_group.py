@@ -283,6 +283,8 @@ class ParamGroup(StateOwner[WeightState]):
         """Allocate the compute parameters, cast the shard, and return the all-gathers to start."""
         self.compute.allocate()
         filled = Pending()
+        # At level 3 the cast goes into this rank's slice of the buffer, which has memory only now.
+        # At other levels the compute shard lasts, and is cast once after each update.
         if self._casts_at_unshard or self.main_state is MainState.DUE:
             filled = self._cast()
         owned = None
@@ -392,7 +394,8 @@ class ParamGroup(StateOwner[WeightState]):
     def _make_due(self) -> None:
         self.wait_for_unshard()
         if self.has_all_shards and self.main_is_compute:
-            self._change_main_state(MainState.INSTALLED)  # the optimizer updates compute weights
+            # The optimizer updates the compute weights themselves: nothing is cast or gathered.
+            self._change_main_state(MainState.INSTALLED)
             return
         self._change_main_state(MainState.DUE)
         if self.state is WeightState.UNSHARDED:
@@ -439,6 +442,7 @@ def _unshard_together(groups: Sequence[ParamGroup]) -> None:
     for group in groups:
         gathers += group.prepare_unshard()
     try:
+        # A rank that has all shards only casts: the copies of main weights are all there is to do.
         if groups[0].has_all_shards:
             all_gather = all_of([gather.filled for gather in gathers])
         else:

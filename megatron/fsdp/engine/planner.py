@@ -174,6 +174,7 @@ def _search(
                 num_misaligned += len(size_class.indices)
         for multiple in _ladder(_ceil_div(floor, step), last):
             shard = multiple * step
+            # No placement is better than this bound: it is known before the parameters are placed.
             if best is not None:
                 least = (num_misaligned, shard)
                 if (best.num_broken, best.shard_size) <= least:

@@ -253,6 +253,7 @@ class Schedule:
         """Clean up after a backward pass that ended in an exception, and drop all gradients."""
         self.is_in_backward = False
         self._keeps_graph = False
+        # Collectives under way still read and write the buffers that are dropped below.
         self.wait_for_reductions()
         for unit in self.units:
             for group in unit.trainable_groups:
@@ -338,7 +339,9 @@ class Prefetcher:
             kept = self._order.kept
         self.reshard_if_unused(self._prefetched.difference(kept))
         order = self._recorded
-        last: list[Unit] = []  # the units that backward uses first
+        # Backward begins with the units that were used last. They stay unsharded, as many as may be
+        # prefetched, which saves their second all-gather.
+        last: list[Unit] = []
         if self.is_enabled:
             for unit in reversed(order[1:]):
                 if not self._fits([*last, unit]):

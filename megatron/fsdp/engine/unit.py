@@ -153,6 +153,7 @@ class Unit(StateOwner[BackwardState]):
 
     def find_trained(self) -> None:
         """Find the groups and count the parameters that are not frozen now."""
+        # Users freeze parameters between steps, so `requires_grad` is read again.
         self.trained_groups = []
         self._num_trained = 0
         num_parameters = 0

@@ -110,7 +110,12 @@ class BackgroundSaves:
             content = checkpointing.collect(self._args, parts, progress)
             attempt(lambda: self._buffer.reserve(content))
 
-    def save(self, parts: TrainedParts, progress: Progress, root: str) -> None:
+    def save(
+        self,
+        parts: TrainedParts,
+        progress: Progress,
+        root: str,
+    ) -> None:
         """Begin to copy the state of the run and to write it, after the save before has ended.
 
         Weights and optimizer state must keep their values until :meth:`finish_copying`.
@@ -219,7 +224,12 @@ class BackgroundSaves:
         self._publish_or_discard(pending.root, pending.progress, problems)
         self._published(pending.progress)
 
-    def _publish_or_discard(self, root: str, progress: Progress, problems: list[str]) -> None:
+    def _publish_or_discard(
+        self,
+        root: str,
+        progress: Progress,
+        problems: list[str],
+    ) -> None:
         checkpointing.conclude(
             args=self._args, root=root, progress=progress, problems=problems, log=self._log
         )

@@ -127,7 +127,11 @@ class Setting:
         return _difference_line(self.label, saved_value, own_value)
 
 
-def _difference_line(label: str, saved_value: Any, own_value: Any) -> str:
+def _difference_line(
+    label: str,
+    saved_value: Any,
+    own_value: Any,
+) -> str:
     return f"{label}: {saved_value} in the file, {own_value} in this run"
 
 
@@ -227,7 +231,11 @@ def training_differences(saved: argparse.Namespace, own: argparse.Namespace) -> 
     return lines
 
 
-def check_arguments(source: Path, args: argparse.Namespace, log: Log) -> None:
+def check_arguments(
+    source: Path,
+    args: argparse.Namespace,
+    log: Log,
+) -> None:
     """Refuse a checkpoint whose weights mean something else in this run; a collective.
 
     Print one line about arguments that differ and may do so.

@@ -27,7 +27,12 @@ from megatron.mcore_adapter.run.run_state import TrainedParts
 class CheckpointFormat(Protocol):
     """A format in which a run saves and loads. All methods are collectives."""
 
-    def collect(self, args: argparse.Namespace, state: StateDict, parts: TrainedParts) -> StateDict:
+    def collect(
+        self,
+        args: argparse.Namespace,
+        state: StateDict,
+        parts: TrainedParts,
+    ) -> StateDict:
         """Return the content of a checkpoint, including the entry ``args``.
 
         Its tensors share storage with model and optimizer. All other entries can be pickled, for
@@ -40,7 +45,12 @@ class CheckpointFormat(Protocol):
             parts: model, and the optimizer if its state is saved.
         """
 
-    def write(self, args: argparse.Namespace, content: StateDict, target: Path) -> list[str]:
+    def write(
+        self,
+        args: argparse.Namespace,
+        content: StateDict,
+        target: Path,
+    ) -> list[str]:
         """Write content into a directory, and sign it.
 
         The ranks are those of the run, or the writer processes of a background save.

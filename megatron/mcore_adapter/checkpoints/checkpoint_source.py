@@ -62,7 +62,11 @@ class CheckpointSource:
         return description
 
 
-def find_source(args: argparse.Namespace, log: Log, damage: Damage) -> CheckpointSource | None:
+def find_source(
+    args: argparse.Namespace,
+    log: Log,
+    damage: Damage,
+) -> CheckpointSource | None:
     """Return the checkpoint to load, None to start from scratch, without reading tensors.
 
     Checkpoints at a URL are downloaded to this node first. ``args.load`` has precedence, at
@@ -254,7 +258,11 @@ def _number(found: tuple[str, int | str]) -> int:
     return 0
 
 
-def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | str | None:
+def _newest_sound(
+    root: str,
+    args: argparse.Namespace,
+    damage: Damage,
+) -> int | str | None:
     """Return the newest sound iteration of a directory, None if it has no checkpoint at all.
 
     Args:

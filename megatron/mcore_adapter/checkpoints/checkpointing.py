@@ -98,7 +98,11 @@ def save(
     conclude(args=args, root=root, progress=progress, problems=problems, log=log)
 
 
-def collect(args: argparse.Namespace, parts: TrainedParts, progress: Progress) -> StateDict:
+def collect(
+    args: argparse.Namespace,
+    parts: TrainedParts,
+    progress: Progress,
+) -> StateDict:
     """Return the content of a checkpoint; its tensors share storage with model and optimizer.
 
     This is a collective.
@@ -140,7 +144,11 @@ def prepare(root: str, iteration: int) -> Path:
     return staging
 
 
-def write(args: argparse.Namespace, content: StateDict, target: Path) -> list[str]:
+def write(
+    args: argparse.Namespace,
+    content: StateDict,
+    target: Path,
+) -> list[str]:
     """Write content into a directory, sign it, and upload it if it belongs to a URL; a collective.
 
     Args:
@@ -218,7 +226,11 @@ def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
 
 @metadata_read_once()
 @collector_paused()
-def load(args: argparse.Namespace, parts: TrainedParts, log: Log) -> Progress:
+def load(
+    args: argparse.Namespace,
+    parts: TrainedParts,
+    log: Log,
+) -> Progress:
     """Load the checkpoint of ``--load`` or ``--pretrained-checkpoint``, and return its progress.
 
     A collective. All counters of the progress are 0 if there is no checkpoint, or if only weights

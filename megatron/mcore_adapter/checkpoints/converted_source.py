@@ -49,7 +49,11 @@ def format_of(source: Path) -> str:
     return FSDP_DTENSOR
 
 
-def open_converted(source: Path, args: argparse.Namespace, log: Log) -> EntryReader:
+def open_converted(
+    source: Path,
+    args: argparse.Namespace,
+    log: Log,
+) -> EntryReader:
     """Return a reader of a checkpoint as if it were converted to fsdp_dtensor; a collective.
 
     Args:

@@ -88,7 +88,12 @@ class FsdpDtensorFormat:
         self._plans = PlanReuse()
 
     @collector_paused()
-    def collect(self, args: argparse.Namespace, state: StateDict, parts: TrainedParts) -> StateDict:
+    def collect(
+        self,
+        args: argparse.Namespace,
+        state: StateDict,
+        parts: TrainedParts,
+    ) -> StateDict:
         """Return the content of a checkpoint, nested by the keys of the file.
 
         Args:
@@ -109,7 +114,12 @@ class FsdpDtensorFormat:
                 content["grad_scaler"] = optimizer.grad_scaler.state_dict()
         return content
 
-    def write(self, args: argparse.Namespace, content: StateDict, target: Path) -> list[str]:
+    def write(
+        self,
+        args: argparse.Namespace,
+        content: StateDict,
+        target: Path,
+    ) -> list[str]:
         """Write content into a directory, and sign it.
 
         Args:
@@ -217,7 +227,11 @@ def _vocabulary_of(reader: StorageReader) -> VocabularyArguments:
     return VocabularyArguments.of(_read_args(reader))
 
 
-def _load_own_states(model: Model, entries: StateDict, names: EntryNames) -> None:
+def _load_own_states(
+    model: Model,
+    entries: StateDict,
+    names: EntryNames,
+) -> None:
     """Update what modules of the model derive from their weights, after these were read."""
 
     def value_of(key: str) -> Any:

@@ -62,7 +62,12 @@ from megatron.mcore_adapter.run.run_state import TrainedParts
 class FsdpTorchDistFormat(FsdpDtensorFormat):
     """The format torch_dist of runs with FSDP; its load is that of :class:`FsdpDtensorFormat`."""
 
-    def collect(self, args: argparse.Namespace, state: StateDict, parts: TrainedParts) -> StateDict:
+    def collect(
+        self,
+        args: argparse.Namespace,
+        state: StateDict,
+        parts: TrainedParts,
+    ) -> StateDict:
         """Return the content of a checkpoint.
 
         Args:
@@ -90,8 +95,7 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
                 of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
                 slots.update(_canonical(of_optimizer["state"]))
                 settings.update(_canonical(of_optimizer[SETTINGS]))
-            whole_names = [split_half(name)[0] for name in weights]
-            layout = StackedLayout.of(args, whole_names)
+            layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
             entries.extend(_random_state(state))
             scales = _canonical(extra_states(model, names.name))
             entries.extend(extra_state_objects(layout.axes_of_names, layout.spelling, scales))
@@ -108,12 +112,7 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
         problems = attempt(collect_own)
         if problems:
             raise ValueError("\n".join(problems))
-        common = _common_state(
-            state=state,
-            settings=settings,
-            slots=slots,
-            optimizer=optimizer,
-        )
+        common = _common_state(state, settings, slots, optimizer)
         makers = other_files(common)
         files = {}
         if dist.get_rank() == 0:
@@ -121,7 +120,12 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
                 files[name] = make()
         return {"args": state["args"], "entries": entries, "files": files}
 
-    def write(self, args: argparse.Namespace, content: StateDict, target: Path) -> list[str]:
+    def write(
+        self,
+        args: argparse.Namespace,
+        content: StateDict,
+        target: Path,
+    ) -> list[str]:
         """Write content into a directory, and sign it.
 
         Args:
@@ -240,7 +244,13 @@ class StackedLayout:
             axes_of_names[name] = axes
         return cls(spelling, axes_of_names)
 
-    def chunks(self, entry: str, slot: str, value: Any, dtype: torch.dtype) -> Iterator[ChunkEntry]:
+    def chunks(
+        self,
+        entry: str,
+        slot: str,
+        value: Any,
+        dtype: torch.dtype,
+    ) -> Iterator[ChunkEntry]:
         """Yield the chunks of a tensor that this rank has.
 
         Args:

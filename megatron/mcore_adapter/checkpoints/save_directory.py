@@ -79,7 +79,11 @@ def reserved(args: argparse.Namespace, log: Log) -> Iterator[None]:
             on_first_rank(lambda: url_saves.upload_report_files(args.save))
 
 
-def _reserve(args: argparse.Namespace, log: Log, stack: ExitStack) -> None:
+def _reserve(
+    args: argparse.Namespace,
+    log: Log,
+    stack: ExitStack,
+) -> None:
     """Check, lock and tidy ``args.save`` on one rank.
 
     Args:

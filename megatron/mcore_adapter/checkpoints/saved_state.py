@@ -68,7 +68,11 @@ def pickle_enums_by_value(args: argparse.Namespace) -> None:
             copyreg.pickle(type(value), lambda member: (type(member), (member.value,)))
 
 
-def load_random_state(states: list[dict[str, Any]] | None, source: Path, log: Log) -> None:
+def load_random_state(
+    states: list[dict[str, Any]] | None,
+    source: Path,
+    log: Log,
+) -> None:
     """Set the generators of every rank, or of none if the file has no state for some rank.
 
     A collective.

@@ -196,7 +196,12 @@ class _CopyingThread:
         then: called in the thread after the last copy.
     """
 
-    def __init__(self, copies: Sequence[Copy], content: torch.Tensor, then: Callable[[], None]):
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        content: torch.Tensor,
+        then: Callable[[], None],
+    ):
         self._copies = copies
         self._content = content
         self._then = then

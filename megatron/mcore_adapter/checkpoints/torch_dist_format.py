@@ -66,7 +66,12 @@ class TorchDistFormat:
     def __init__(self) -> None:
         self._strategies = SaveStrategies()
 
-    def collect(self, args: argparse.Namespace, state: StateDict, parts: TrainedParts) -> StateDict:
+    def collect(
+        self,
+        args: argparse.Namespace,
+        state: StateDict,
+        parts: TrainedParts,
+    ) -> StateDict:
         """Return ``state``, the model and the optimizer in Megatron-Core's sharded form.
 
         Args:
@@ -82,7 +87,12 @@ class TorchDistFormat:
             apply_factories(content)  # factories have functions, which cannot be pickled
         return content
 
-    def write(self, args: argparse.Namespace, content: StateDict, target: Path) -> list[str]:
+    def write(
+        self,
+        args: argparse.Namespace,
+        content: StateDict,
+        target: Path,
+    ) -> list[str]:
         """Write content into a directory, and sign it.
 
         Args:

@@ -92,7 +92,11 @@ def discard(root: str | Path, iteration: int) -> None:
         _store(root).abandon(name)
 
 
-def retain(root: str | Path, interval: int, newest: int) -> None:
+def retain(
+    root: str | Path,
+    interval: int,
+    newest: int,
+) -> None:
     """Delete the checkpoints at the URL that ``--save-retain-interval`` does not keep.
 
     Args:

@@ -146,7 +146,9 @@ def hybrid_stack(num_experts: int | None, normalization: str) -> ModuleSpec:
 
 
 def forward_step(
-    data: Iterator[dict[str, Tensor]], model: GPTModel, return_schedule_plan: bool = False
+    data: Iterator[dict[str, Tensor]],
+    model: GPTModel,
+    return_schedule_plan: bool = False,
 ) -> tuple[Any, Callable[[Tensor], Loss]]:
     """Run the model on the next microbatch, or return its plan for the combined 1F1B schedule.
 

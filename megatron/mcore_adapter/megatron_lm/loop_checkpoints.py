@@ -315,7 +315,12 @@ class LoopCheckpoints:
             )
 
 
-def at_iteration(progress: Progress, iteration: int, source: Path, batch_size: int) -> Progress:
+def at_iteration(
+    progress: Progress,
+    iteration: int,
+    source: Path,
+    batch_size: int,
+) -> Progress:
     """Return the progress of a run as if it had come to another iteration, with equal batches.
 
     Args:

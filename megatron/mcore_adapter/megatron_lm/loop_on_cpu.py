@@ -91,7 +91,12 @@ class LoopOnCpu:
         self._replace(schedules, "deallocate_output_tensor", lambda *args, **kwargs: None)
         self._replace(schedules, "custom_backward", torch.autograd.backward)
 
-    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
+    def _replace(
+        self,
+        owner: Any,
+        name: str,
+        replacement: Any,
+    ) -> None:
         original = vars(owner)[name]
         self._undo.callback(setattr, owner, name, original)
         setattr(owner, name, replacement)
@@ -113,7 +118,10 @@ class CoreAttention:
     """
 
     def __new__(  # type: ignore[misc]  # layer specs call this and use the result
-        cls, config: TransformerConfig, *args: Any, **kwargs: Any
+        cls,
+        config: TransformerConfig,
+        *args: Any,
+        **kwargs: Any,
     ) -> nn.Module:
         """Make the attention; arguments are those of DotProductAttention."""
         is_split = config.context_parallel_size > 1

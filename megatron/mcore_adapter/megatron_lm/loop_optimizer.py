@@ -115,7 +115,9 @@ def load_state_dict(optimizer: DistributedOptimizer, state_dict: dict[str, Any])
 
 
 def _settings(
-    optimizer: DistributedOptimizer, group: dict[str, Any], saved: Mapping[str, Settings]
+    optimizer: DistributedOptimizer,
+    group: dict[str, Any],
+    saved: Mapping[str, Settings],
 ) -> Settings:
     """Return the settings on which all parameters of a group that are in the file agree."""
     names = []
@@ -132,7 +134,9 @@ def _settings(
 
 @torch.no_grad()
 def _load_slots(
-    live_slots: dict[str, Any], slots: Mapping[str, Any], sharded: ShardedParam
+    live_slots: dict[str, Any],
+    slots: Mapping[str, Any],
+    sharded: ShardedParam,
 ) -> None:
     """Copy values of a checkpoint into the state of a parameter; what is no tensor is replaced."""
     for slot, value in slots.items():

@@ -72,7 +72,11 @@ def create_global_plan(planner: DefaultLoadPlanner, global_plan: list[LoadPlan])
     return _original_create_global_plan(planner, global_plan)
 
 
-def _unrequested(metadata: Metadata, requested: set[str], prefixes: tuple[str, ...]) -> list[str]:
+def _unrequested(
+    metadata: Metadata,
+    requested: set[str],
+    prefixes: tuple[str, ...],
+) -> list[str]:
     """List the keys of the file that begin with one of ``prefixes`` and are not ``requested``.
 
     Tensors without elements are never requested.
@@ -86,7 +90,9 @@ def _unrequested(metadata: Metadata, requested: set[str], prefixes: tuple[str, .
 
 
 def _ask_as_the_file_does(
-    state_dict: dict[str, Any], stored: Mapping[str, Any], is_partial: bool
+    state_dict: dict[str, Any],
+    stored: Mapping[str, Any],
+    is_partial: bool,
 ) -> None:
     """Leave out entries that older files lack, and use the wrapper prefixes of the file."""
     if "grad_scaler" in state_dict and not has_loss_scaler(stored):
@@ -110,7 +116,11 @@ def _ask_as_the_file_does(
     state_dict["optimizer"] = renamed
 
 
-def _check(state_dict: Mapping[str, Any], stored: Mapping[str, Any], is_partial: bool) -> None:
+def _check(
+    state_dict: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    is_partial: bool,
+) -> None:
     """Raise an error for entries that do not fit, before anything is overwritten."""
     asked, _ = flatten_state_dict(dict(state_dict))
     differences = FileDifferences.between(asked, stored, "here")

@@ -84,7 +84,10 @@ class LoopWatch:
             watch.__exit__()
 
     def _report(
-        self, kind: type[BaseException], error: BaseException, place: TracebackType | None
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        place: TracebackType | None,
     ) -> None:
         """Report an error that ends the process, once for all ranks."""
         watch = self._watch

@@ -177,7 +177,11 @@ def judge(peers: Sequence[Peer]) -> Verdict:
     return Verdict("", [], beats)
 
 
-def _verdict(trouble: str, failed: list[Heartbeat], beats: list[Heartbeat]) -> Verdict:
+def _verdict(
+    trouble: str,
+    failed: list[Heartbeat],
+    beats: list[Heartbeat],
+) -> Verdict:
     waiting = [beat for beat in beats if beat not in failed]
     return Verdict(trouble, failed, waiting)
 
@@ -213,7 +217,11 @@ ADVICE = {
 """Trouble -> what to look at."""
 
 
-def message(verdict: Verdict, error: str, explanation: str | None = None) -> str:
+def message(
+    verdict: Verdict,
+    error: str,
+    explanation: str | None = None,
+) -> str:
     """Return the one message about a failure.
 
     Args:

@@ -287,7 +287,12 @@ class Watch:
         except StoreError as store_error:
             self._report_alone(str(store_error), text)
 
-    def _report(self, verdict: Verdict, text: str, explanation: str | None = None) -> NoReturn:
+    def _report(
+        self,
+        verdict: Verdict,
+        text: str,
+        explanation: str | None = None,
+    ) -> NoReturn:
         """Print the message, unless another rank does, and end the process."""
         if self._hearts.claim():
             self._print_report(message(verdict, text, explanation))

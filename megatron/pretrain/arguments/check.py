@@ -105,7 +105,12 @@ class Check:
             flags = " or ".join(self.flag(dest) for dest in dests)
             self.require(condition, f"required but not given: {flags}")
 
-    def require_multiple(self, dest: str, divisor: int, why: str) -> None:
+    def require_multiple(
+        self,
+        dest: str,
+        divisor: int,
+        why: str,
+    ) -> None:
         """Record a problem unless the value of `dest`, if given, is a multiple of `divisor`."""
         value = getattr(self.args, dest)
         self.require(

@@ -127,7 +127,12 @@ def field_flags(program_flags: Iterable[Flag] = ()) -> dict[str, dict[str, Flag]
     return groups
 
 
-def field_flag(config: type, declared: Field[Any], settings: Settings, row: Declared) -> Flag:
+def field_flag(
+    config: type,
+    declared: Field[Any],
+    settings: Settings,
+    row: Declared,
+) -> Flag:
     """Return the flag of a field.
 
     Args:

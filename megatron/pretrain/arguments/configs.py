@@ -90,7 +90,9 @@ def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
 
 
 def from_destinations(
-    config: Callable[..., Config], args: argparse.Namespace, **exceptions: Any
+    config: Callable[..., Config],
+    args: argparse.Namespace,
+    **exceptions: Any,
 ) -> Config:
     """Make a config from `exceptions` and, for other fields, the destinations of their flags.
 

@@ -220,7 +220,11 @@ def off(name: str) -> Settings:
     return {"names": (name,), "kind": "off", "default": True}
 
 
-def text(names: str, *parts: str | Rule, **settings: Any) -> Flag:
+def text(
+    names: str,
+    *parts: str | Rule,
+    **settings: Any,
+) -> Flag:
     """Return a flag of the program itself that takes a text.
 
     Args:
@@ -245,6 +249,11 @@ switch = partial(text, kind="switch", default=False)
 off_switch = partial(text, kind="off", default=True)
 
 
-def choice(names: str, words: str, *parts: str | Rule, **settings: Any) -> Flag:
+def choice(
+    names: str,
+    words: str,
+    *parts: str | Rule,
+    **settings: Any,
+) -> Flag:
     """Return a flag that takes one of the `words`, which are written as "one|other"."""
     return text(names, *parts, choices=tuple(words.split("|")), **settings)

@@ -81,7 +81,11 @@ def forget_precision_aware(check: Check) -> None:
             check.set_default(dest)
 
 
-def check_layers(check: Check, flag: str, recipe: str) -> None:
+def check_layers(
+    check: Check,
+    flag: str,
+    recipe: str,
+) -> None:
     """Check that the layers compute with the recipe of a format, and that it divides matrices."""
     args = check.args
     tensor = check.args.tensor_model_parallel_size

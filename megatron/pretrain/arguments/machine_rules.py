@@ -196,7 +196,11 @@ def check_muon(check: Check) -> None:
         )
 
 
-def replace(check: Check, cause: str, values: dict[str, Any]) -> None:
+def replace(
+    check: Check,
+    cause: str,
+    values: dict[str, Any],
+) -> None:
     """Set the destinations to the values, and note which of them changed and the cause."""
     named = []
     off = []

@@ -58,7 +58,12 @@ def choose_precision(check: Check) -> None:
         )
 
 
-def choose_gradient_dtype(check: Check, switch: str, dest: str, dtype: torch.dtype) -> None:
+def choose_gradient_dtype(
+    check: Check,
+    switch: str,
+    dest: str,
+    dtype: torch.dtype,
+) -> None:
     """Let a switch of older releases set the dtype of its newer flag, which it may not contradict.
 
     Args:

@@ -110,7 +110,10 @@ def write_corpus(
 
 
 def standard_library_corpus(
-    directory: str | Path, tokenizer: Tokenizer, *, library: str | Path | None = None
+    directory: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    library: str | Path | None = None,
 ) -> str:
     """Write the Python standard library as a corpus, and return its prefix.
 
@@ -232,7 +235,11 @@ def _documents(file: Path, json_key: str) -> Iterator[tuple[str, str | bytes, in
                 yield where, _text_of_json_line(line, json_key, where), len(line)
 
 
-def _text_of_json_line(line: bytes, json_key: str, where: str) -> str:
+def _text_of_json_line(
+    line: bytes,
+    json_key: str,
+    where: str,
+) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:

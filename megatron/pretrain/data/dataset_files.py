@@ -108,7 +108,11 @@ def _read_index(path: Path) -> DatasetIndex:
     if not num_sequences or not num_bounds:
         raise ValueError(f"{path}: it has no sequences")
 
-    def mapped(dtype: str, start: int, count: int) -> np.memmap:
+    def mapped(
+        dtype: str,
+        start: int,
+        count: int,
+    ) -> np.memmap:
         return np.memmap(path, dtype, mode="r", offset=start, shape=(count,))
 
     return DatasetIndex(
@@ -172,7 +176,11 @@ def _check_bounds(index: DatasetIndex) -> None:
             )
 
 
-def _check_tokens(tokens: np.memmap, path: Path, vocab_size: int) -> None:
+def _check_tokens(
+    tokens: np.memmap,
+    path: Path,
+    vocab_size: int,
+) -> None:
     """Check that a bounded number of tokens are ids of the vocabulary."""
     last = max(0, len(tokens) - SAMPLE_TOKENS)
     num_samples = min(SAMPLES, -(-len(tokens) // SAMPLE_TOKENS))

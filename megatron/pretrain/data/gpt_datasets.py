@@ -43,7 +43,9 @@ BuildDatasets = Callable[[argparse.Namespace, Tokenizer, DataSource | None], tup
 
 
 def find_data(
-    args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes | None = None
+    args: argparse.Namespace,
+    tokenizer: Tokenizer,
+    sizes: Sizes | None = None,
 ) -> DataSource | None:
     """Find the source of the data and check its files, before a run begins.
 
@@ -86,7 +88,9 @@ def wanted_samples(args: argparse.Namespace) -> Sizes:
 
 
 def build_datasets(
-    args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource | None = None
+    args: argparse.Namespace,
+    tokenizer: Tokenizer,
+    source: DataSource | None = None,
 ) -> tuple[Dataset | None, Dataset | list[Dataset] | None, Dataset | None]:
     """Build the training, validation and test datasets.
 
@@ -196,7 +200,11 @@ def _check_caches(datasets: Sequence[Dataset | None]) -> None:
                 ) from error
 
 
-def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -> DataSource:
+def _find_source(
+    args: argparse.Namespace,
+    tokenizer: Tokenizer,
+    sizes: Sizes,
+) -> DataSource:
     """Return the checked source of the data, writing the default corpus if none is named."""
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     if any(per_split):

@@ -17,7 +17,11 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
 @contextmanager
-def batches(args: argparse.Namespace, dataset: Any, consumed_samples: int) -> Iterator[Any]:
+def batches(
+    args: argparse.Namespace,
+    dataset: Any,
+    consumed_samples: int,
+) -> Iterator[Any]:
     """Open this rank's microbatches of a data set.
 
     Every model chunk has its own iterator, as virtual stages read the same microbatches at
@@ -120,7 +124,10 @@ class MicrobatchSampler:
 
 
 def build_iterator(
-    dataset: Dataset, sampler: MicrobatchSampler, seed: int, num_workers: int
+    dataset: Dataset,
+    sampler: MicrobatchSampler,
+    seed: int,
+    num_workers: int,
 ) -> Generator[dict[str, torch.Tensor], None, None]:
     """Iterate over the microbatches of a sampler.
 

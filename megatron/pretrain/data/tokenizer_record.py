@@ -54,7 +54,11 @@ def record_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}{SUFFIX}")
 
 
-def record_text(prefix: str | Path, choice: TokenizerChoice, tokenizer: Tokenizer) -> str:
+def record_text(
+    prefix: str | Path,
+    choice: TokenizerChoice,
+    tokenizer: Tokenizer,
+) -> str:
     """Return the content of the record of a dataset that is to be written.
 
     Args:
@@ -151,7 +155,11 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_records(prefixes: Iterable[str], choice: TokenizerChoice, tokenizer: Tokenizer) -> None:
+def check_records(
+    prefixes: Iterable[str],
+    choice: TokenizerChoice,
+    tokenizer: Tokenizer,
+) -> None:
     """Check that datasets with a record were written with the tokenizer of the run.
 
     Args:

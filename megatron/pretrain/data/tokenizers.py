@@ -342,7 +342,11 @@ def _check_special_tokens(special: list[str], num_special_tokens: int) -> None:
         )
 
 
-def _check_tiktoken_file(path: str, size: int, num_special_tokens: int) -> None:
+def _check_tiktoken_file(
+    path: str,
+    size: int,
+    num_special_tokens: int,
+) -> None:
     """Raise ValueError with the first damaged entry, or if there are too few of them."""
     if not path.endswith(".json"):
         raise ValueError(f"{path}: TikTokenizer reads a vocabulary in a file that ends in .json")

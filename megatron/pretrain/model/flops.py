@@ -64,7 +64,12 @@ def attention_multiply_adds(args: argparse.Namespace) -> float:
     return projections + heads * (query + args.v_head_dim) * keys_seen
 
 
-def mlp_multiply_adds(hidden_size: int, width: int, *, is_gated: bool) -> float:
+def mlp_multiply_adds(
+    hidden_size: int,
+    width: int,
+    *,
+    is_gated: bool,
+) -> float:
     """Return the multiply-adds of an MLP for one token; a gated one has a third matrix."""
     num_matrices = 3 if is_gated else 2
     return num_matrices * hidden_size * width

@@ -32,7 +32,11 @@ class ForwardStep:
     """
 
     def __init__(
-        self, args: argparse.Namespace, device: torch.device, iteration: int, times: PhaseTimes
+        self,
+        args: argparse.Namespace,
+        device: torch.device,
+        iteration: int,
+        times: PhaseTimes,
     ):
         self._args = args
         self._device = device
@@ -40,7 +44,10 @@ class ForwardStep:
         self._times = times
 
     def __call__(
-        self, data: Microbatches, model: MegatronModule, return_schedule_plan: bool = False
+        self,
+        data: Microbatches,
+        model: MegatronModule,
+        return_schedule_plan: bool = False,
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
         """Run the model on the next microbatch, or return its plan for the combined schedule.
 

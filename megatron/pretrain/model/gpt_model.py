@@ -21,7 +21,9 @@ from megatron.pretrain.model.layer_specs import layer_spec, mtp_block_spec
 
 
 def build_model(
-    args: argparse.Namespace, padded_vocab_size: int, device: torch.device
+    args: argparse.Namespace,
+    padded_vocab_size: int,
+    device: torch.device,
 ) -> list[MegatronModule]:
     """Build the model chunks of this pipeline stage, wrapped for data parallelism.
 

@@ -51,7 +51,9 @@ def layer_spec(
 
 
 def mtp_block_spec(
-    config: TransformerConfig, spec: TransformerBlockSubmodules, vp_stage: int | None = None
+    config: TransformerConfig,
+    spec: TransformerBlockSubmodules,
+    vp_stage: int | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the layers that predict further tokens, for GPTModel's ``mtp_block_spec``.
 

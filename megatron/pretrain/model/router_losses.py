@@ -36,7 +36,12 @@ class LossCollector:
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
 
-    def add_scalar(self, name: str, value: Any, iteration: int) -> None:
+    def add_scalar(
+        self,
+        name: str,
+        value: Any,
+        iteration: int,
+    ) -> None:
         """Keep a number.
 
         Args:

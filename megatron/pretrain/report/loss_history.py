@@ -76,7 +76,11 @@ def _parsed(line: str) -> Entry | None:
     return entry
 
 
-def draw_loss_curves(path: Path, train: Points, valid: Points) -> bool:
+def draw_loss_curves(
+    path: Path,
+    train: Points,
+    valid: Points,
+) -> bool:
     """Draw the loss curves of a run as a PNG of 1280 x 800 pixels.
 
     The file appears complete or not at all. Losses that are not finite leave a gap.

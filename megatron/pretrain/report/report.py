@@ -132,7 +132,12 @@ class Report:
         if self._has_line(progress, is_last):
             self._end_interval(progress, shown)
 
-    def _add_step(self, progress: Progress, shown: dict[str, float], skipped: bool) -> None:
+    def _add_step(
+        self,
+        progress: Progress,
+        shown: dict[str, float],
+        skipped: bool,
+    ) -> None:
         if not skipped:
             self._history.entries.append(
                 {"iteration": progress.iteration, "train": shown["lm loss"]}
@@ -163,7 +168,11 @@ class Report:
         self._scalars.add(self.times.report(1, name), progress)
 
     def _parts(
-        self, progress: Progress, shown: dict[str, float], speed: Speed, memory: int
+        self,
+        progress: Progress,
+        shown: dict[str, float],
+        speed: Speed,
+        memory: int,
     ) -> list[str]:
         """Return the parts of a line: where the run is, how it learns, how fast it is."""
         args = self._args
@@ -184,7 +193,12 @@ class Report:
             parts.append(f"skipped iterations: {self._skipped_since_line}")
         return [*parts, *speed.parts(), size(memory), f"ETA {clock(speed.remaining)}"]
 
-    def evaluation(self, progress: Progress, loss: float, name: str = "validation") -> None:
+    def evaluation(
+        self,
+        progress: Progress,
+        loss: float,
+        name: str = "validation",
+    ) -> None:
         """Report an evaluation.
 
         Args:

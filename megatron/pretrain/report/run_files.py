@@ -51,7 +51,11 @@ class Decorations:
                 self._log(f"{name} cannot be written, training continues without: {error}")
 
 
-def write_config(folder: Path, args: argparse.Namespace, iteration: int) -> None:
+def write_config(
+    folder: Path,
+    args: argparse.Namespace,
+    iteration: int,
+) -> None:
     """Write ``config.json``: the arguments, the command line, versions and devices of a run.
 
     A run that continues in the folder replaces the file of the one before; the arguments of each

@@ -31,7 +31,12 @@ class ScalarWriters:
         writes: True on the first rank only; others write nothing.
     """
 
-    def __init__(self, args: argparse.Namespace, decorations: Decorations, writes: bool):
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        decorations: Decorations,
+        writes: bool,
+    ):
         self._decorations = decorations
         self._tensorboard: SummaryWriter | None = None
         self._wandb: Any = None
@@ -50,7 +55,10 @@ class ScalarWriters:
         return self._tensorboard is not None or self._wandb is not None
 
     def add(
-        self, values: Mapping[str, float], progress: Progress, by_samples: tuple[str, ...] = ()
+        self,
+        values: Mapping[str, float],
+        progress: Progress,
+        by_samples: tuple[str, ...] = (),
     ) -> None:
         """Write numbers of an iteration.
 

@@ -124,7 +124,12 @@ class SpeedClock:
         self._interval_began = now
         return speed
 
-    def _remaining(self, iteration: int, now: float, seconds: float) -> float:
+    def _remaining(
+        self,
+        iteration: int,
+        now: float,
+        seconds: float,
+    ) -> float:
         if self._warm is None:
             self._warm = now, iteration
         elif iteration > self._warm[1]:
