@@ -171,7 +171,7 @@ class ExtensionForm(StoredForm):
         with allocated(view) as buffer:
             tensor = self._make(buffer)
         # A new object, since torch.utils.swap_tensors cannot make a parameter one with slots.
-        self._compute = nn.Parameter(tensor, parameter.requires_grad)
+        self._compute = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         attributes = users_attributes(parameter)
         for name, value in attributes.items():
             setattr(self._compute, name, value)
