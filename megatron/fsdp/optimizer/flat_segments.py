@@ -445,7 +445,8 @@ def _flat_moment(
     memory = run[0].sharded_param.group.memory
     flat = flat_moment(memory, values, numel)
     for member, (offset, value) in zip(run, values):
-        part = flat[offset : offset + value.numel()]
+        stop = offset + value.numel()
+        part = flat[offset:stop]
         moment = member.param_state[name]
         moment._local_tensor = part.view(value.shape)
     return flat
@@ -453,7 +454,7 @@ def _flat_moment(
 
 def _allocate_alone(member: Member) -> None:
     """Give the new moments of a parameter that is in no segment their memory."""
+    numel = member.stop - member.start
     for name, value in member.param_state.items():
         if isinstance(value, DTensor) and is_expanded(local_tensor(value)):
-            numel = member.stop - member.start
             _flat_moment(name, [member], member.start, numel)

@@ -77,7 +77,8 @@ def flat_moment(
     for offset, value in values:
         if is_expanded(value) and not value.any():
             continue  # zeros are there, and take no memory yet
-        part = flat[offset : offset + value.numel()]
+        stop = offset + value.numel()
+        part = flat[offset:stop]
         part.view(value.shape).copy_(value)
         memory.release(part)
         memory.release(value)

@@ -213,13 +213,14 @@ class ExtensionForm(StoredForm):
         for storage, size in self._separate.items():
             storage.resize_(size)
         if len(self._sent) > 1:
-            world_size = len(self._outputs[0]) // len(self._sent[0])
-            blocks = flat.view(world_size, -1)
+            shard_bytes = ends_of(self._sent)[-1]
+            blocks = flat.view(-1, shard_bytes)
             for rank, block in enumerate(blocks):
                 parts = parts_of(block, self._sent)
                 for output, part in zip(self._outputs, parts):
                     start = rank * len(part)
-                    output[start : start + len(part)] = part
+                    stop = start + len(part)
+                    output[start:stop] = part
         self._shard.fsdp_post_all_gather(
             self._outputs,
             self._metadata,

@@ -51,8 +51,8 @@ def parts_of(
     parts = []
     starts = [0, *ends_of(tensors)]
     for start, tensor in zip(starts, tensors):
-        stored = flat[start : start + tensor.nbytes]
-        part = stored.view(tensor.dtype)
+        stop = start + tensor.nbytes
+        part = flat[start:stop].view(tensor.dtype)
         # Matrices that kernels want column by column keep their strides.
         strides = tensor.stride()
         extent = 1  # elements in memory from the first to the last

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 def has_extension(tensor: torch.Tensor) -> bool:
     """Return True if the class of a tensor has both methods of the all-gather extension."""
-    return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")
+    if not hasattr(tensor, "fsdp_pre_all_gather"):
+        return False
+    return hasattr(tensor, "fsdp_post_all_gather")
 
 
 def is_of_transformer_engine(tensor: torch.Tensor) -> bool:
