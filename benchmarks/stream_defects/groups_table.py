@@ -8,9 +8,7 @@ from tools.cuda_model.reports import DEADLOCK, NCCL_RULE, ORDER, POOL
 
 POOLS = "backends.slot_memory:NcclMemory."
 OWNERS = "optimizer.matrix."
-LAUNCHES_MESSAGES = (
-    "with _coalescing_manager(self._group, tensors[0].device, async_ops=True) as coalesced:"
-)
+LAUNCHES_MESSAGES = "with _coalescing_manager(group, device, async_ops=True) as coalesced:"
 
 GROUPS = [
     defect(
@@ -18,9 +16,9 @@ GROUPS = [
         "owners level1",
         {
             OWNERS + "exchange:Exchange._launch": [
-                (LAUNCHES_MESSAGES, "coalesced = PeerMessages(self._group, _TAG)\n    if True:"),
-                ("self._group.recv([tensor], rank, _TAG)", "coalesced.receive(tensor, rank)"),
-                ("self._group.send([tensor], rank, _TAG)", "coalesced.send(tensor, rank)"),
+                (LAUNCHES_MESSAGES, "coalesced = PeerMessages(group, _TAG)\n    if True:"),
+                ("group.recv([tensor], rank, _TAG)", "coalesced.receive(tensor, rank)"),
+                ("group.send([tensor], rank, _TAG)", "coalesced.send(tensor, rank)"),
             ]
         },
         DEADLOCK,
@@ -63,7 +61,15 @@ GROUPS = [
     defect(
         "slots are registered with a group that has gathered objects only",
         "objects by gloo, registered",
-        {POOLS + "register": [("connect(self.groups, self._device)", "agree([], self.groups)")]},
+        {
+            POOLS + "register": [
+                (
+                    "connect(self.groups, self._device)",
+                    "[dist.all_gather_object([None] * group.size(), 0, group)"
+                    " for group in self.groups]",
+                )
+            ]
+        },
         POOL,
     ),
     defect(

@@ -19,7 +19,7 @@ HOST_DEFECTS = [
     defect(
         "the copies of a block are freed before they are on the host",
         OFFLOADED,
-        {BLOCKS + "_finish": [("if transfer is not None:", "if False:")]},
+        {BLOCKS + "_finish": [("if transfer is None:", "if True:")]},
         EARLY_RELEASE,
     ),
     # ---- what the host waits for
@@ -44,7 +44,7 @@ HOST_DEFECTS = [
     defect(
         "the host goes on before blocks are back",
         f"{OFFLOADED} from pageable memory",
-        {BLOCKS + "run": [("flats[0].memory.wait()", "pass")]},
+        {BLOCKS + "run": [("memory.wait()", "pass")]},
         HOST_READ,
     ),
     defect(
@@ -57,7 +57,7 @@ HOST_DEFECTS = [
     defect(
         "copies of a block are allocated on another stream",
         OFFLOADED,
-        {BLOCKS + "_fetch": [("copies = [", SIDE + "copies = [")]},
+        {BLOCKS + "_fetch": [("copies.append(", SIDE + "copies.append(")]},
     ),
     # ---- saves behind the next step
     Defect(

@@ -37,9 +37,14 @@ Entries = dict[str, torch.Tensor]  # of the state of one tensor
 Step = Callable[[Params, State], None]
 
 
-def refuse_state_in_files(kind: OptimizerClass, offload: Offload | None) -> None:
+def refuse_state_in_files(
+    kind: OptimizerClass,
+    offload: Offload | None,
+) -> None:
     """Raise ``NotImplementedError`` where optimizer state would not lie in the files of offload."""
-    if offload is not None and offload.folder is not None and elementwise_class(kind) is None:
+    if offload is None or offload.folder is None:
+        return
+    if elementwise_class(kind) is None:
         raise NotImplementedError(
             f"{kind.__name__} keeps its state in memory of its own, not in files: use an"
             " element-wise optimizer of torch, or Memory.offload='host'"
@@ -60,17 +65,24 @@ def update_segments(
         state: the state of the segments' weights, by weight; updated in place.
         param_groups: the settings of the groups.
     """
-    on_device: list[list[torch.Tensor]] = []
-    offloaded: list[Flat] = []
+    on_device = []
+    offloaded = []
     for number, segments in enumerate(flat):
-        on_device.append([])
+        weights = []
         for segment in segments:
             weight = segment.weight
             memory = segment.members[0].sharded_param.group.memory
-            if isinstance(memory, HostMemory):
-                offloaded.append(Flat(number, weight, state[weight], memory))
-            else:
-                on_device[number].append(weight)
+            if not isinstance(memory, HostMemory):
+                weights.append(weight)
+                continue
+            flat_tensor = Flat(
+                number=number,
+                weight=weight,
+                entries=state[weight],
+                memory=memory,
+            )
+            offloaded.append(flat_tensor)
+        on_device.append(weights)
     if any(on_device):
         step(on_device, state)
     if offloaded:
@@ -88,22 +100,30 @@ class Flat(NamedTuple):
 
     def blocks(self) -> Iterator[Flat]:
         """Yield the blocks, which are views, with counters of their own."""
+        gradient = self.weight.grad
+        assert gradient is not None
         size = max(1, BLOCK_BYTES // self.weight.element_size())
-        for start in range(0, max(1, self.weight.numel()), size):
+        numel = max(1, self.weight.numel())  # also without elements, a block counts the step
+        for start in range(0, numel, size):
             part = slice(start, start + size)
             weight = self.weight[part]
-            assert self.weight.grad is not None
-            weight.grad = self.weight.grad[part]
-            entries: Entries = {}
+            weight.grad = gradient[part]
+            entries = {}
             for name, value in self.entries.items():
-                entries[name] = value[part] if value.ndim else value.clone()
-            yield Flat(self.number, weight, entries, self.memory)
+                if value.ndim:
+                    entries[name] = value[part]
+                else:
+                    entries[name] = value.clone()
+            yield self._replace(weight=weight, entries=entries)
+
+    def moments(self) -> list[torch.Tensor]:
+        """List the state without the counters."""
+        return [value for value in self.entries.values() if value.ndim]
 
     def tensors(self) -> list[torch.Tensor]:
         """List the tensors that the update reads: weight, gradient, moments, but no counters."""
         assert self.weight.grad is not None
-        moments = [value for value in self.entries.values() if value.ndim]
-        return [self.weight, self.weight.grad, *moments]
+        return [self.weight, self.weight.grad, *self.moments()]
 
 
 class Transfer(NamedTuple):
@@ -131,26 +151,32 @@ class BlockUpdate:
         """Update all of ``flats``, and their state."""
         last_of: list[tuple[Flat, Flat]] = []  # each flat tensor with its last block
         blocks = self._blocks(flats, last_of)
-        streams = flats[0].memory.streams
+        memory = flats[0].memory
+        streams = memory.streams
         fetched: Transfer | None = self._fetch(next(blocks), streams)
         stored: Transfer | None = None  # its copies must live until the block is back
         while fetched is not None:
             current = fetched
+            fetched = None
             following = next(blocks, None)
-            fetched = None if following is None else self._fetch(following, streams)
+            if following is not None:
+                fetched = self._fetch(following, streams)
             current.pending.wait()
             self._update(current.updated)
             self._finish(stored)
             stored = self._store(current.block, current.updated, streams)
         self._finish(stored)
-        flats[0].memory.wait()
+        memory.wait()
         for flat, block in last_of:
             for name, value in flat.entries.items():
                 if not value.ndim:
                     value.copy_(block.entries[name])
 
     @staticmethod
-    def _blocks(flats: Sequence[Flat], last_of: list[tuple[Flat, Flat]]) -> Iterator[Flat]:
+    def _blocks(
+        flats: Sequence[Flat],
+        last_of: list[tuple[Flat, Flat]],
+    ) -> Iterator[Flat]:
         for flat in flats:
             for block in flat.blocks():
                 yield block
@@ -164,20 +190,27 @@ class BlockUpdate:
             memory.prefetch(tensor)
         if not memory.on_device or isinstance(streams, CpuStreams):
             return Transfer(block, block, Pending())
-        copies = [torch.empty_like(tensor, device=memory.device) for tensor in tensors]
+        copies = []
+        for tensor in tensors:
+            copies.append(torch.empty_like(tensor, device=memory.device))
         pending = streams.launch(TO_DEVICE, lambda _: _copy(copies, tensors))
         weight, gradient, *moments = copies
         weight.grad = gradient
-        entries: Entries = {}
+        entries = {}
         for name, value in block.entries.items():
-            entries[name] = moments.pop(0) if value.ndim else self._counter(block, value)
-        return Transfer(block, Flat(block.number, weight, entries, memory), pending)
+            if value.ndim:
+                entries[name] = moments.pop(0)
+            else:
+                entries[name] = self._counter(block, value)
+        updated = block._replace(weight=weight, entries=entries)
+        return Transfer(block, updated, pending)
 
     def _counter(self, block: Flat, value: torch.Tensor) -> torch.Tensor:
         if not self._counters_on_device[block.number]:
             return value
         # With a copy of it, the host would wait for the update of the previous block.
-        return torch.full_like(value, value.item(), device=block.memory.device)
+        count = value.item()
+        return torch.full_like(value, count, device=block.memory.device)
 
     def _update(self, block: Flat) -> None:
         params: list[list[torch.Tensor]] = [[] for _ in self._counters_on_device]
@@ -188,24 +221,34 @@ class BlockUpdate:
 
     @staticmethod
     def _finish(transfer: Transfer | None) -> None:
-        if transfer is not None:
-            transfer.pending.wait()
-            for tensor in transfer.block.tensors():
-                transfer.block.memory.release(tensor)
+        if transfer is None:
+            return
+        transfer.pending.wait()
+        block = transfer.block
+        for tensor in block.tensors():
+            block.memory.release(tensor)
 
-    def _store(self, block: Flat, updated: Flat, streams: Streams) -> Transfer:
+    def _store(
+        self,
+        block: Flat,
+        updated: Flat,
+        streams: Streams,
+    ) -> Transfer:
         """Begin to bring a block back."""
         if updated is block:
             return Transfer(block, updated, Pending())
         for name, value in updated.entries.items():
             if not value.ndim:
                 block.entries[name] = value
-        targets = [block.weight, *block.tensors()[2:]]
-        sources = [updated.weight, *updated.tensors()[2:]]
+        targets = [block.weight, *block.moments()]
+        sources = [updated.weight, *updated.moments()]
         pending = streams.launch(TO_HOST, lambda _: _copy(targets, sources))
         return Transfer(block, updated, pending)
 
 
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def _copy(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+) -> None:
     for target, source in zip(targets, sources):
         target.copy_(source, non_blocking=True)

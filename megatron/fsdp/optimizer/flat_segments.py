@@ -63,12 +63,13 @@ class Member:
         return self.start == self.stop
 
     @property
-    def signature(self) -> tuple[tuple[str, bool, torch.dtype], ...]:
+    def signature(self) -> list[tuple[str, bool, torch.dtype]]:
         """Names and dtypes of the state, which the members of a run have in common."""
         entries = []
         for name, value in self.param_state.items():
-            entries.append((name, isinstance(value, DTensor), value.dtype))
-        return tuple(entries)
+            is_moment = isinstance(value, DTensor)
+            entries.append((name, is_moment, value.dtype))
+        return entries
 
 
 Run = list[Member]
@@ -98,13 +99,19 @@ class Segment:
             if not isinstance(gradient, ShardedGradient):
                 return False
             shard = local_tensor(gradient)
-            if shard.dtype != self.weight.dtype or not shard.is_contiguous():
+            if shard.dtype != self.weight.dtype:
                 return False
-            if not member.is_empty:
-                origin = int(shard.storage_offset()) - member.start
-                origins.add((shard.untyped_storage()._cdata, origin))
-        if len(origins) != 1:
-            return not origins
+            if not shard.is_contiguous():
+                return False
+            if member.is_empty:
+                continue
+            storage = shard.untyped_storage()
+            origin = int(shard.storage_offset()) - member.start
+            origins.add((storage._cdata, origin))
+        if not origins:
+            return True
+        if len(origins) > 1:
+            return False
         _, origin = origins.pop()
         self.grad_offset = origin + self.start
         return True
@@ -113,7 +120,8 @@ class Segment:
         """Set ``weight.grad`` to the flat gradient, given the gradient of the first member."""
         # Every step makes a new view, because a view that is kept would keep its storage in use.
         size = self.weight.shape
-        self.weight.grad = local_tensor(gradient).as_strided(size, (1,), self.grad_offset)
+        local = local_tensor(gradient)
+        self.weight.grad = local.as_strided(size, (1,), self.grad_offset)
 
 
 class Counters:
@@ -122,30 +130,37 @@ class Counters:
     def __init__(self, name: str, members: Sequence[Member]):
         self._name = name
         self._members = members
-        self._vector = torch.stack([member.param_state[name] for member in members])
-        for index, (member, count) in enumerate(zip(members, self._vector.tolist())):
+        counters = [member.param_state[name] for member in members]
+        self._vector = torch.stack(counters)
+        counts = self._vector.tolist()
+        for index, member in enumerate(members):
             member.param_state[name] = self._vector[index]
-            member.counts.append(count)
+            member.counts.append(counts[index])
 
     def count_segments(self, segments: Sequence[Segment], state: State) -> None:
         """Put a counter of each segment, equal to that of its members, into ``state``."""
-        position_of = {id(member): index for index, member in enumerate(self._members)}
+        position_of = {}
+        for position, member in enumerate(self._members):
+            position_of[id(member)] = position
         counted: list[Segment] = []  # segments with this counter
-        first_members: list[int] = []  # the position of the first member of each
+        first_members = []  # the position of the first member of each
         segment_of_member = [0] * len(self._members)
         for segment in segments:
-            first = position_of.get(id(segment.members[0]))
+            first_member = segment.members[0]
+            first = position_of.get(id(first_member))
             if first is None:
                 continue
             for member in segment.members:
-                segment_of_member[position_of[id(member)]] = len(counted)
+                position = position_of[id(member)]
+                segment_of_member[position] = len(counted)
             counted.append(segment)
             first_members.append(first)
-        self._of_segments = self._vector[first_members]
+        vector = self._vector
+        self._of_segments = vector[first_members]
         for number, segment in enumerate(counted):
             state[segment.weight][self._name] = self._of_segments[number]
-        self._segment_of_member = torch.tensor(segment_of_member, device=self._vector.device)
-        self._version = self._vector._version
+        self._segment_of_member = torch.tensor(segment_of_member, device=vector.device)
+        self._version = vector._version
 
     @property
     def have_changed(self) -> bool:
@@ -154,7 +169,12 @@ class Counters:
 
     def copy_to_members(self) -> None:
         """Set the counters of the parameters to those of their segments."""
-        torch.index_select(self._of_segments, 0, self._segment_of_member, out=self._vector)
+        torch.index_select(
+            self._of_segments,
+            0,
+            self._segment_of_member,
+            out=self._vector,
+        )
         self._version = self._vector._version
 
 
@@ -166,16 +186,20 @@ class Segments:
         self.of_group: list[list[Segment]] = []
         self.others: list[list[torch.Tensor]] = []  # the parameters in no segment, by param group
         self.state: State = defaultdict(dict)
-        runs_of_group: list[list[Run]] = []
+        runs_of_group = []
         gradients = iter(self.gradients())
         for group in optimizer.param_groups:
-            members: list[Member] = []
-            others: list[torch.Tensor] = []
+            members = []
+            others = []
             for parameter, gradient in zip(group["params"], gradients):
                 member = None
                 if is_linked(parameter):
-                    param_state = optimizer.state.get(parameter, {})
-                    member = _member_of(parameter, param_state, group, gradient is not None)
+                    member = _member_of(
+                        parameter,
+                        param_state=optimizer.state.get(parameter, {}),
+                        group=group,
+                        has_grad=gradient is not None,
+                    )
                 if member is None:
                     others.append(parameter)
                 else:
@@ -185,9 +209,10 @@ class Segments:
         # Counters first: a run is divided by the values of its counters.
         self.counters = _counters(runs_of_group)
         for runs in runs_of_group:
-            self.of_group.append([])
+            segments: list[Segment] = []
             for run in runs:
-                self.of_group[-1] += self._divide(run)
+                segments += self._divide(run)
+            self.of_group.append(segments)
         for counters in self.counters:
             counters.count_segments(self.all(), self.state)
         # What the segments were made from, to notice changes.
@@ -218,30 +243,32 @@ class Segments:
 
     def _divide(self, run: Run) -> Iterator[Segment]:
         """Yield the segments of a run, whose moments become views of flat tensors."""
-        start = run[0].start
-        stop = _stop_of(run)
-        main = run[0].sharded_param.group.main_shard
-        flat_moments: ParamState = {}
-        for name, value in run[0].param_state.items():
+        first = run[0]
+        start = first.start
+        numel = _stop_of(run) - start
+        main = first.sharded_param.group.main_shard
+        flat_moments = {}
+        for name, value in first.param_state.items():
             if isinstance(value, DTensor):
-                flat_moments[name] = _flat_moment(name, run, start, stop - start)
+                flat_moments[name] = _flat_moment(name, run, start, numel)
         for members in _parts(run):
             low = members[0].start
             high = _stop_of(members)
-            segment = Segment(members, main[low:high], low)
+            weight = main[low:high]
             in_run = slice(low - start, high - start)
             for name, flat in flat_moments.items():
-                self.state[segment.weight][name] = flat[in_run]
-            yield segment
+                self.state[weight][name] = flat[in_run]
+            yield Segment(members, weight, low)
 
 
 def _settings_of(optimizer: Optimizer) -> list[tuple[int, bool, bool]]:
     """Return the sizes and the settings of the param groups on which segments depend."""
     settings = []
     for group in optimizer.param_groups:
+        num_params = len(group["params"])
         is_fused = bool(group.get("fused"))
         has_momentum = bool(group.get("momentum"))
-        settings.append((len(group["params"]), is_fused, has_momentum))
+        settings.append((num_params, is_fused, has_momentum))
     return settings
 
 
@@ -257,12 +284,21 @@ def _shard_range(group: ParamGroup, index: int) -> tuple[int, int]:
 
 
 def _member_of(
-    parameter: torch.Tensor, param_state: ParamState, group: GroupSettings, has_grad: bool
+    parameter: torch.Tensor,
+    param_state: ParamState,
+    group: GroupSettings,
+    has_grad: bool,
 ) -> Member | None:
     """Return a sharded parameter as a member of a run, or None if it is updated by itself."""
     sharded_param = sharded_param_of(parameter)
     start, stop = _shard_range(sharded_param.group, sharded_param.index)
-    member = Member(sharded_param, param_state, has_grad, start, stop)
+    member = Member(
+        sharded_param=sharded_param,
+        param_state=param_state,
+        has_grad=has_grad,
+        start=start,
+        stop=stop,
+    )
     is_plain_sgd = "dampening" in group and group["momentum"] == 0  # which has no state
     if (param_state or is_plain_sgd) and _can_be_flat(member, group):
         return member
@@ -273,19 +309,23 @@ def _member_of(
 def _can_be_flat(member: Member, group: GroupSettings) -> bool:
     """Return True if a parameter and its state can be updated as a part of a flat tensor."""
     weight = local_tensor(member.sharded_param.parameter)
-    is_partial = _needs_blocks(group, weight.dtype) and weight.numel() % BLOCK
-    if is_partial or not weight.is_floating_point():
+    if not weight.is_floating_point():
+        return False
+    if _needs_blocks(group, weight.dtype) and weight.numel() % BLOCK:
         return False
     for value in member.param_state.values():
-        if isinstance(value, DTensor):
-            shard = local_tensor(value)
-            if type(shard) is not torch.Tensor:
+        tensor = local_tensor(value)
+        if type(tensor) is not torch.Tensor:
+            return False
+        if not isinstance(value, DTensor):
+            if value.dim():
                 return False
-            if not shard.is_contiguous() and not is_expanded(shard):
-                return False
-            if shard.shape != weight.shape or shard.device != weight.device:
-                return False
-        elif type(value) is not torch.Tensor or value.dim():
+            continue
+        if tensor.shape != weight.shape:
+            return False
+        if tensor.device != weight.device:
+            return False
+        if not tensor.is_contiguous() and not is_expanded(tensor):
             return False
     return True
 
@@ -294,17 +334,24 @@ def _needs_blocks(group: GroupSettings, dtype: torch.dtype) -> bool:
     """Return True if flat tensors must consist of whole blocks of :data:`BLOCK` elements."""
     # On a CPU, elements at the end of a tensor that fill no vector are computed one by one. Fused
     # kernels, and kernels for 16-bit dtypes, round these otherwise than vectors.
-    return bool(group.get("fused")) or dtype.itemsize < 4
+    if group.get("fused"):
+        return True
+    return dtype.itemsize < 4
 
 
-def _runs(members: Sequence[Member], group: GroupSettings) -> list[Run]:
+def _runs(
+    members: Sequence[Member],
+    group: GroupSettings,
+) -> list[Run]:
     """Return the runs of the members of one param group."""
     members_of: dict[ParamGroup, dict[int, Member]] = defaultdict(dict)
     for member in members:
-        members_of[member.sharded_param.group][member.sharded_param.index] = member
+        sharded_param = member.sharded_param
+        members_of[sharded_param.group][sharded_param.index] = member
     runs: list[Run] = []
     for param_group, by_index in members_of.items():
-        is_dense = _needs_blocks(group, param_group.main_shard.dtype)  # no padding in a run
+        dtype = param_group.main_shard.dtype
+        is_dense = _needs_blocks(group, dtype)  # no padding in a run
         group_runs: list[Run] = []
         previous: Member | None = None
         for start, index in _in_order(param_group):
@@ -345,9 +392,11 @@ def _parts(run: Run) -> Iterator[list[Member]]:
     for member in run:
         if part:
             first = part[0]
+            numel = 0
+            if not member.is_empty:
+                numel = member.stop - first.start
             is_alike = member.has_grad == first.has_grad and member.counts == first.counts
-            is_full = not member.is_empty and member.stop - first.start > LARGEST
-            if is_full or not is_alike:
+            if numel > LARGEST or not is_alike:
                 yield part
                 part = []
         part.append(member)
@@ -357,8 +406,10 @@ def _parts(run: Run) -> Iterator[list[Member]]:
 def _add_empty(member: Member, runs: list[Run]) -> None:
     """Add a parameter of which this rank owns nothing to a run: only its counters matter."""
     for run in runs:
-        if run[-1].signature == member.signature:
-            member.start = member.stop = run[-1].stop
+        last = run[-1]
+        if last.signature == member.signature:
+            member.start = last.stop
+            member.stop = last.stop
             run.append(member)
             return
     runs.append([member])
@@ -372,24 +423,38 @@ def _counters(runs_of_group: Iterable[list[Run]]) -> list[Counters]:
     for member in concatenated(concatenated(runs_of_group)):
         for name, value in member.param_state.items():
             if not isinstance(value, DTensor):
-                members_of[name, value.dtype, value.device].append(member)
-    return [Counters(name, members) for (name, _, _), members in members_of.items()]
+                key = name, value.dtype, value.device
+                members_of[key].append(member)
+    counters = []
+    for (name, _, _), members in members_of.items():
+        counters.append(Counters(name, members))
+    return counters
 
 
-def _flat_moment(name: str, run: Run, start: int, numel: int) -> torch.Tensor:
+def _flat_moment(
+    name: str,
+    run: Run,
+    start: int,
+    numel: int,
+) -> torch.Tensor:
     """Make the local tensors of a moment views of one flat tensor, and return it."""
     values = []
     for member in run:
-        values.append((member.start - start, local_tensor(member.param_state[name])))
-    flat = flat_moment(run[0].sharded_param.group.memory, values, numel)
+        local = local_tensor(member.param_state[name])
+        values.append((member.start - start, local))
+    memory = run[0].sharded_param.group.memory
+    flat = flat_moment(memory, values, numel)
     for member, (offset, value) in zip(run, values):
-        view = flat[offset : offset + value.numel()].view(value.shape)
-        member.param_state[name]._local_tensor = view
+        stop = offset + value.numel()
+        part = flat[offset:stop]
+        moment = member.param_state[name]
+        moment._local_tensor = part.view(value.shape)
     return flat
 
 
 def _allocate_alone(member: Member) -> None:
     """Give the new moments of a parameter that is in no segment their memory."""
+    numel = member.stop - member.start
     for name, value in member.param_state.items():
         if isinstance(value, DTensor) and is_expanded(local_tensor(value)):
-            _flat_moment(name, [member], member.start, member.stop - member.start)
+            _flat_moment(name, [member], member.start, numel)

@@ -21,6 +21,8 @@ from megatron.fsdp.optimizer.optimizer_state import OptimizerClass, Params
 
 # Segments to update, and other parameters to update one by one, of each param group.
 Division = tuple[list[list[Segment]], list[list[torch.Tensor]]]
+Gradients = list[torch.Tensor | None]  # of all parameters
+OptimizerStep = Callable[[Optimizer], object]  # the `step` of a class, without hooks
 
 
 class FlatUpdate:
@@ -41,13 +43,19 @@ class FlatUpdate:
     def step(self, optimizer: Optimizer) -> None:
         """Update all parameters of ``optimizer`` that have a gradient."""
         segments = self.prepare(optimizer)
-        flat, others = self._divide(segments, segments.gradients())
+        gradients = segments.gradients()
+        flat, others = self._divide(segments, gradients)
         if any(flat):
 
             def step_on(params: Params, state: State) -> None:
                 run_step(self._step, optimizer, params, state)
 
-            update_segments(step_on, flat, segments.state, optimizer.param_groups)
+            update_segments(
+                step=step_on,
+                flat=flat,
+                state=segments.state,
+                param_groups=optimizer.param_groups,
+            )
             for counters in segments.counters:
                 counters.copy_to_members()
             for segment in concatenated(flat):
@@ -73,45 +81,62 @@ class FlatUpdate:
         self._last = ([], [])
         self._positions = []
 
-    def _divide(self, segments: Segments, gradients: list[torch.Tensor | None]) -> Division:
+    def _divide(
+        self,
+        segments: Segments,
+        gradients: Gradients,
+    ) -> Division:
         """Return what to update, and give the segments their gradients."""
         if self._gradients is None or not self._gradients.are_to(gradients):
-            are_all_flat = self._divide_again(segments, gradients)
-            self._gradients = WeakReferences(gradients) if are_all_flat else None
+            self._gradients = None
+            if self._divide_again(segments, gradients):
+                self._gradients = WeakReferences(gradients)
         for segment, position in self._positions:
             gradient = gradients[position]
             assert gradient is not None
             segment.take_gradient(gradient)
         return self._last
 
-    def _divide_again(self, segments: Segments, gradients: list[torch.Tensor | None]) -> bool:
+    def _divide_again(
+        self,
+        segments: Segments,
+        gradients: Gradients,
+    ) -> bool:
         """Divide for new gradients; return True if all in segments are flat or None."""
         gradient_of = dict(zip(segments.parameters, gradients))
-        position_of = {parameter: index for index, parameter in enumerate(segments.parameters)}
-        flat: list[list[Segment]] = []
-        others: list[list[torch.Tensor]] = []
+        position_of = {}
+        for position, parameter in enumerate(segments.parameters):
+            position_of[parameter] = position
+        flat = []
+        others = []
         self._positions = []
         are_all_flat = True
         for own_segments, alone in zip(segments.of_group, segments.others):
-            flat.append([])
-            others.append([member for member in alone if gradient_of[member] is not None])
+            own_flat = []
+            own_others = []
+            for parameter in alone:
+                if gradient_of[parameter] is not None:
+                    own_others.append(parameter)
             for segment in own_segments:
                 parameters = segment.parameters
                 own_gradients = present([gradient_of[parameter] for parameter in parameters])
                 is_whole = len(own_gradients) == len(parameters)
                 if is_whole and segment.find_gradient(own_gradients):
-                    flat[-1].append(segment)
-                    self._positions.append((segment, position_of[parameters[0]]))
+                    own_flat.append(segment)
+                    position = position_of[parameters[0]]
+                    self._positions.append((segment, position))
                 elif own_gradients:
                     are_all_flat = False
-                    others[-1] += parameters
+                    own_others += parameters
                     self._must_divide |= not is_whole
+            flat.append(own_flat)
+            others.append(own_others)
         self._last = (flat, others)
         return are_all_flat
 
 
 def step_on_parameters(
-    step: Callable[[Optimizer], object],
+    step: OptimizerStep,
     optimizer: Optimizer,
     params: Params,
 ) -> None:
@@ -123,21 +148,25 @@ def step_on_parameters(
         params: the parameters of each param group to update.
     """
     # torch's operations on several tensors take no mix of DTensors and plain parameters.
-    sharded: list[list[torch.Tensor]] = []
-    plain: list[list[torch.Tensor]] = []
+    sharded = []
+    plain = []
     for group_params in params:
-        sharded.append([])
-        plain.append([])
+        group_sharded = []
+        group_plain = []
         for parameter in group_params:
-            selected = sharded if is_linked(parameter) else plain
-            selected[-1].append(parameter)
+            if is_linked(parameter):
+                group_sharded.append(parameter)
+            else:
+                group_plain.append(parameter)
+        sharded.append(group_sharded)
+        plain.append(group_plain)
     for selected in (sharded, plain):
         if any(selected):
             run_step(step, optimizer, selected, optimizer.state)
 
 
 def run_step(
-    step: Callable[[Optimizer], object],
+    step: OptimizerStep,
     optimizer: Optimizer,
     params: Params,
     state: State,
@@ -156,7 +185,8 @@ def run_step(
     optimizer.param_groups = []
     for group, group_params in zip(groups, params):
         if group_params:
-            optimizer.param_groups.append({**group, "params": group_params})
+            own_group = {**group, "params": group_params}
+            optimizer.param_groups.append(own_group)
     optimizer.state = state
     try:
         step(optimizer)

@@ -17,6 +17,8 @@ from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron.fsdp.engine.buffer import ShardMemory
 from megatron.fsdp.engine.tensor_parallel import local_tensor
 
+Values = Sequence[tuple[int, torch.Tensor]]  # parts of a flat tensor, each with its offset
+
 
 def new_moment(parameter: torch.Tensor, value: float) -> torch.Tensor:
     """Return a tensor like ``parameter`` whose elements are ``value``."""
@@ -25,7 +27,7 @@ def new_moment(parameter: torch.Tensor, value: float) -> torch.Tensor:
     sharded_param = sharded_param_of(parameter)
     local = local_tensor(parameter)
     if isinstance(sharded_param.group.memory, FileMemory):
-        one_value = torch.full((), value, dtype=local.dtype, device=local.device)
+        one_value = local.new_full((), value)
         filled = one_value.expand(local.shape)
     else:
         filled = torch.full_like(local, value, memory_format=torch.preserve_format)
@@ -37,7 +39,8 @@ def moved(moment: UnevenDTensor, parameter: torch.Tensor) -> UnevenDTensor:
     memory = sharded_param_of(parameter).group.memory
     if isinstance(memory, FileMemory):
         local = local_tensor(moment)
-        in_file = memory.empty(local.numel(), local.dtype).view(local.shape)
+        flat = memory.empty(local.numel(), local.dtype)
+        in_file = flat.view(local.shape)
         in_file.copy_(local)
         memory.release(in_file)
         moment._local_tensor = in_file
@@ -46,11 +49,15 @@ def moved(moment: UnevenDTensor, parameter: torch.Tensor) -> UnevenDTensor:
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Return True for a tensor of one value that has no memory yet."""
-    return tensor.numel() > 1 and not any(tensor.stride())
+    if tensor.numel() < 2:
+        return False
+    return not any(tensor.stride())
 
 
 def flat_moment(
-    memory: ShardMemory, values: Sequence[tuple[int, torch.Tensor]], numel: int
+    memory: ShardMemory,
+    values: Values,
+    numel: int,
 ) -> torch.Tensor:
     """Return a flat tensor with the values of a moment's tensors.
 
@@ -63,32 +70,45 @@ def flat_moment(
         known = _flat_around(memory, values, numel)
         if known is not None:
             return known
-    flat = memory.empty(numel, values[0][1].dtype)
+    _, first = values[0]
+    flat = memory.empty(numel, first.dtype)
     if not memory.is_offloaded:
         flat.zero_()
     for offset, value in values:
-        if not is_expanded(value) or value.any():  # zeros are there, and take no memory yet
-            part = flat[offset : offset + value.numel()]
-            part.view(value.shape).copy_(value)
-            memory.release(part)
-            memory.release(value)
+        if is_expanded(value) and not value.any():
+            continue  # zeros are there, and take no memory yet
+        stop = offset + value.numel()
+        part = flat[offset:stop]
+        part.view(value.shape).copy_(value)
+        memory.release(part)
+        memory.release(value)
     return flat
 
 
 def _flat_around(
-    memory: HostMemory, values: Sequence[tuple[int, torch.Tensor]], numel: int
+    memory: HostMemory,
+    values: Values,
+    numel: int,
 ) -> torch.Tensor | None:
     """Return the flat tensor of which these are views at these offsets, if there is one."""
     origins = set()  # storage, and the position in it of the flat tensor's first element
     for offset, value in values:
-        if value.numel():
-            if not memory.has(value) or not value.is_contiguous():
-                return None
-            origins.add((value.untyped_storage()._cdata, value.storage_offset() - offset))
-            source = value
+        if not value.numel():
+            continue
+        if not memory.has(value):
+            return None
+        if not value.is_contiguous():
+            return None
+        source = value
+        storage = value.untyped_storage()
+        origin = value.storage_offset() - offset
+        origins.add((storage._cdata, origin))
     if len(origins) != 1:
         return None
     _, start = origins.pop()
-    if not 0 <= start <= source.untyped_storage().nbytes() // source.itemsize - numel:
+    stored = storage.nbytes() // source.itemsize
+    if start < 0:
+        return None
+    if start + numel > stored:
         return None
     return source.as_strided((numel,), (1,), start)

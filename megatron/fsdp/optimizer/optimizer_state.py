@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import io
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -33,6 +33,7 @@ OptimizerClass = type[Optimizer]
 
 GroupSettings = dict[str, Any]  # the settings of a param group, by name
 ParamState = dict[str, Any]  # the state of one parameter, by name
+States = Sequence[tuple[ShardedParam, ParamState]]  # parameters with their state
 Params = Sequence[Sequence[torch.Tensor]]  # tensors to update, of each param group
 
 _ADAM = ("exp_avg", "exp_avg_sq")
@@ -77,10 +78,12 @@ def elementwise_class(kind: OptimizerClass) -> OptimizerClass | None:
         if known not in ELEMENTWISE:
             continue
         # torch wraps the `step` of a class when its first instance is created.
-        if inspect.unwrap(kind.step) is not inspect.unwrap(known.step):
+        own_step = inspect.unwrap(kind.step)
+        if own_step is not inspect.unwrap(known.step):
             return None
         # `_init_group` creates the state of a parameter at the first step.
-        if getattr(kind, "_init_group", None) is not getattr(known, "_init_group", None):
+        own_init = getattr(kind, "_init_group", None)
+        if own_init is not getattr(known, "_init_group", None):
             return None
         return known
     return None
@@ -93,7 +96,8 @@ def _initial_moments(known: OptimizerClass, group: GroupSettings) -> list[str]:
     if known is torch.optim.SGD and group["dampening"] != 0:
         return []
     names = list(ELEMENTWISE[known])
-    for setting, name in _MORE_MOMENTS.get(known, {}).items():
+    more = _MORE_MOMENTS.get(known, {})
+    for setting, name in more.items():
         if group[setting]:
             names.append(name)
     return names
@@ -122,14 +126,15 @@ def initial_state(
     param_state: ParamState = {}
     if known is not torch.optim.SGD:  # all others count steps
         dtype = torch.float32
-        if torch.get_default_dtype() == torch.float64 and not group.get("fused"):
+        if not group.get("fused") and torch.get_default_dtype() == torch.float64:
             dtype = torch.float64
         device = torch.device("cpu")
         if has_counters_on_device(group):
             device = parameter.device
-        param_state["step"] = torch.zeros((), dtype=dtype, device=device)
+        zero = torch.zeros((), dtype=dtype, device=device)
+        param_state["step"] = zero
         if known is torch.optim.NAdam:
-            param_state["mu_product"] = torch.ones((), dtype=dtype, device=device)
+            param_state["mu_product"] = torch.ones_like(zero)
     value = 0.0
     if known is torch.optim.Adagrad:
         value = optimizer.defaults["initial_accumulator_value"]
@@ -146,7 +151,9 @@ def has_counters_on_device(group: GroupSettings) -> bool:
 def makes_state_late(kind: OptimizerClass, group: GroupSettings) -> bool:
     """Return True for an optimizer of torch that has state, but none before its first step."""
     known = elementwise_class(kind)
-    if known is None or (known is torch.optim.SGD and group["momentum"] == 0):
+    if known is None:
+        return False
+    if known is torch.optim.SGD and group["momentum"] == 0:
         return False
     return not _initial_moments(known, group)
 
@@ -154,12 +161,13 @@ def makes_state_late(kind: OptimizerClass, group: GroupSettings) -> bool:
 # ---- sharding and state dicts
 
 
-def elementwise_names(states: Iterable[tuple[ShardedParam, ParamState]]) -> set[str]:
+def elementwise_names(states: States) -> set[str]:
     """Return the names of the entries that are sharded like their parameters."""
     # They are DTensors for some parameter, or have the shape of the parameter for all of them.
     # Parameters of one element are left out, because step counts may have the same shape.
-    sharded: set[str] = set()
-    fits: dict[str, bool] = {}
+    sharded = set()
+    fitting = set()
+    others = set()
     for sharded_param, param_state in states:
         shape = sharded_param.flat_range.shape
         if prod(shape) <= 1:
@@ -167,14 +175,19 @@ def elementwise_names(states: Iterable[tuple[ShardedParam, ParamState]]) -> set[
         for name, value in param_state.items():
             if _is_like(value, sharded_param):
                 sharded.add(name)
-            elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                fits[name] = fits.get(name, True) and tuple(value.shape) == shape
-    sharded.update(name for name, fit in fits.items() if fit)
-    return sharded
+            elif not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                continue
+            elif value.shape == shape:
+                fitting.add(name)
+            else:
+                others.add(name)
+    return sharded | (fitting - others)
 
 
 def shard_param_state(
-    sharded_param: ShardedParam, param_state: ParamState, names: set[str]
+    sharded_param: ShardedParam,
+    param_state: ParamState,
+    names: set[str],
 ) -> ParamState:
     """Return the state of a parameter with shards in place of element-wise tensors.
 
@@ -189,12 +202,18 @@ def shard_param_state(
     sharded = {}
     for name, value in param_state.items():
         if _is_elementwise(name, value, sharded_param, names):
-            value = moved(sharded_param.sharded_like(value), sharded_param.parameter)
+            shard = sharded_param.sharded_like(value)
+            value = moved(shard, sharded_param.parameter)
         sharded[name] = value
     return sharded
 
 
-def _is_elementwise(name: str, value: Any, sharded_param: ShardedParam, names: set[str]) -> bool:
+def _is_elementwise(
+    name: str,
+    value: Any,
+    sharded_param: ShardedParam,
+    names: set[str],
+) -> bool:
     if isinstance(value, DTensor):
         return _is_like(value, sharded_param)
     if not isinstance(value, torch.Tensor):
@@ -208,10 +227,15 @@ def _is_like(value: Any, sharded_param: ShardedParam) -> bool:
     """Return True for a DTensor of the shape of a parameter, or of its checkpoint entry."""
     if not isinstance(value, DTensor):
         return False
-    return value.shape in (sharded_param.slice.shape, sharded_param.parameter.shape)
+    if value.shape == sharded_param.slice.shape:
+        return True
+    return value.shape == sharded_param.parameter.shape
 
 
-def checkpoint_param_state(sharded_param: ShardedParam, param_state: ParamState) -> ParamState:
+def checkpoint_param_state(
+    sharded_param: ShardedParam,
+    param_state: ParamState,
+) -> ParamState:
     """Return ``param_state`` with sharded tensors in the form of torch's checkpoint."""
     converted = {}
     for name, value in param_state.items():
@@ -223,7 +247,7 @@ def checkpoint_param_state(sharded_param: ShardedParam, param_state: ParamState)
 
 def refuse_local_state(
     optimizer: str,
-    states: Sequence[tuple[ShardedParam, ParamState]],
+    states: States,
     groups: list[dist.ProcessGroup],
 ) -> None:
     """Raise an error if ranks have different state where a checkpoint has one copy; a collective.
@@ -241,7 +265,8 @@ def refuse_local_state(
     for sharded_param, param_state in states:
         mesh = sharded_param.parameter.device_mesh.mesh.tolist()  # others have other experts
         for name, value in param_state.items():
-            content = "\0".join([_content(leaf) for leaf in tree_leaves(value)])
+            leaves = [_content(leaf) for leaf in tree_leaves(value)]
+            content = "\0".join(leaves)
             entries.append(f"{sharded_param.name}[{name!r}]\0{mesh}\0{content}")
     found = [text.split("\0") for text in agree(entries, groups)]
     counts = Counter((text[0], text[1]) for text in found)
@@ -260,20 +285,27 @@ def refuse_local_state(
 
 def _content(value: Any) -> str:
     """Return a text that is the same on all ranks if a checkpoint can have one copy of a value."""
-    if isinstance(value, DTensor):
-        even_shape, _ = compute_local_shape_and_global_offset(
-            value.shape, value.device_mesh, value.placements
-        )
-        if isinstance(value, UnevenDTensor) or value._local_tensor.shape == even_shape:
-            return f"{tuple(value.shape)}"
-        return f"{tuple(value.shape)} of rank {dist.get_rank()}"
-    if isinstance(value, torch.Tensor):
-        file = io.BytesIO()  # `torch.save` knows sparse tensors and subclasses too
-        torch.save(value.detach().cpu().clone(), file)
-        return f"{tuple(value.shape)}\0{hashlib.sha256(file.getvalue()).hexdigest()}"
     if isinstance(value, int | float | str):
         return repr(value)
-    return ""
+    if not isinstance(value, torch.Tensor):
+        return ""
+    shape = tuple(value.shape)
+    if isinstance(value, DTensor):
+        if isinstance(value, UnevenDTensor):
+            return f"{shape}"
+        even_shape, _ = compute_local_shape_and_global_offset(
+            shape,
+            value.device_mesh,
+            value.placements,
+        )
+        if value._local_tensor.shape == even_shape:
+            return f"{shape}"
+        return f"{shape} of rank {dist.get_rank()}"
+    file = io.BytesIO()  # `torch.save` knows sparse tensors and subclasses too
+    copy = value.detach().cpu().clone()
+    torch.save(copy, file)
+    digest = hashlib.sha256(file.getvalue())
+    return f"{shape}\0{digest.hexdigest()}"
 
 
 class NamedGroup(dict[str, Any]):
@@ -291,7 +323,10 @@ class NamedGroup(dict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())  # files need no class of ours
 
 
-def match_groups(groups: list[GroupSettings], saved: list[GroupSettings]) -> list[GroupSettings]:
+def match_groups(
+    groups: list[GroupSettings],
+    saved: list[GroupSettings],
+) -> list[GroupSettings]:
     """Return saved groups, and the parameters in each, in the order of ``groups``, by name.
 
     Raises:
@@ -302,50 +337,68 @@ def match_groups(groups: list[GroupSettings], saved: list[GroupSettings]) -> lis
     own_names = [group["param_names"] for group in groups]
     all_own = set(concatenated(own_names))
     saved_names = [_names_with_prefix(group, all_own) for group in saved]
+    matched = []
     if _end_alike(own_names, saved_names):
         # A module around several models adds a prefix of its own to the names of each.
-        return [{**group, "param_names": names} for names, group in zip(own_names, saved)]
-    keys = [dict(zip(names, group["params"])) for names, group in zip(saved_names, saved)]
-    matched = []
+        for names, group in zip(own_names, saved):
+            matched.append({**group, "param_names": names})
+        return matched
+    keys = []
+    for names, group in zip(saved_names, saved):
+        keys.append(dict(zip(names, group["params"])))
     for number, names in enumerate(own_names):
         found = []
         for position, key_of in enumerate(keys):
             if key_of.keys() == set(names):
                 found.append(position)
         if len(found) != 1 or len(names) != len(keys[found[0]]):
-            different = sorted(all_own.symmetric_difference(concatenated(saved_names)))
+            all_saved = concatenated(saved_names)
+            different = ", ".join(sorted(all_own.symmetric_difference(all_saved)))
+            if not different:
+                different = "the same names are grouped in another way"
             raise ValueError(
-                f"param_groups[{number}] is over other parameters in the state dict: "
-                + (", ".join(different) or "the same names are grouped in another way")
+                f"param_groups[{number}] is over other parameters in the state dict: {different}"
             )
         (position,) = found
-        params = [keys[position][name] for name in names]
-        matched.append({**saved[position], "param_names": names, "params": params})
+        key_of = keys[position]
+        params = [key_of[name] for name in names]
+        group = {**saved[position], "param_names": names, "params": params}
+        matched.append(group)
     return matched
 
 
-def _end_alike(own_names: list[list[str]], saved_names: list[list[str]]) -> bool:
+def _end_alike(
+    own_names: list[list[str]],
+    saved_names: list[list[str]],
+) -> bool:
     """Return True if each saved name is ours, in the same order, or ours behind a prefix."""
     if len(own_names) != len(saved_names):
         return False
     for own_group, saved_group in zip(own_names, saved_names):
         if len(own_group) != len(saved_group):
             return False
-        if not all(name.endswith(end) for name, end in zip(saved_group, own_group)):
-            return False
+        for name, end in zip(saved_group, own_group):
+            if not name.endswith(end):
+                return False
     return True
 
 
-def _names_with_prefix(group: GroupSettings, own_names: set[str]) -> list[str]:
+def _names_with_prefix(
+    group: GroupSettings,
+    own_names: set[str],
+) -> list[str]:
     """Return a saved group's names with the prefix ``module.``, which unsharded models lack."""
     # torch's `set_state_dict` replaces numbers by names, in the order of our group, and does not
     # change `param_names`.
     keys = group["param_names"]
-    if group["params"] and all(isinstance(key, str) for key in group["params"]):
-        keys = group["params"]
+    params = group["params"]
+    if params and all(isinstance(key, str) for key in params):
+        keys = params
     names = []
-    for name in map(own_name, keys):
-        if name not in own_names and "module." + name in own_names:
-            name = "module." + name
+    for key in keys:
+        name = own_name(key)
+        with_prefix = "module." + name
+        if name not in own_names and with_prefix in own_names:
+            name = with_prefix
         names.append(name)
     return names

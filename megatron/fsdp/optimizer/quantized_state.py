@@ -40,7 +40,10 @@ def quantizes_state(kind: type) -> bool:
     return hasattr(kind, "_subclass_zeros")
 
 
-def with_fitting_boundaries(settings: Settings, optimizers: Sequence[Any]) -> Settings:
+def with_fitting_boundaries(
+    settings: Settings,
+    optimizers: Sequence[Any],
+) -> Settings:
     """Return settings whose shard boundaries cut no block, and if it costs little no matrix."""
     boundaries = settings.strategy.boundaries
     sizes = []
@@ -58,7 +61,8 @@ def with_fitting_boundaries(settings: Settings, optimizers: Sequence[Any]) -> Se
         boundaries = lcm(*sizes)
     elif boundaries == "prefer_rows" and have_matrices:
         boundaries = "prefer_tensors"
-    return replace(settings, strategy=replace(settings.strategy, boundaries=boundaries))
+    strategy = replace(settings.strategy, boundaries=boundaries)
+    return replace(settings, strategy=strategy)
 
 
 class LocalUpdate:
@@ -66,7 +70,7 @@ class LocalUpdate:
 
     def __init__(self, optimizer: Any, kind: OptimizerClass):
         self._step = inspect.unwrap(kind.step)
-        self._size = optimizer.block_size
+        self._size: int = optimizer.block_size
         cut = []
         for parameter in parameters_of(optimizer):
             if is_linked(parameter):
@@ -83,10 +87,10 @@ class LocalUpdate:
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
         """Update all parameters of ``optimizer`` that have a gradient."""
-        params: list[list[torch.Tensor]] = []
+        params = []
         state: defaultdict[torch.Tensor, ParamState] = defaultdict(dict)
         for group in optimizer.param_groups:
-            params.append([])
+            group_params = []
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -95,23 +99,32 @@ class LocalUpdate:
                 if is_linked(parameter):
                     if not param_state:  # it was frozen before
                         sharded_param = sharded_param_of(parameter)
-                        param_state.update(self._first_state(optimizer, group, sharded_param))
+                        first_state = self._first_state(optimizer, group, sharded_param)
+                        param_state.update(first_state)
                     if not local.numel():
                         param_state["step"] += 1
                         continue
-                    param_state = {name: local_tensor(value) for name, value in param_state.items()}
+                    local_state = {}
+                    for name, value in param_state.items():
+                        local_state[name] = local_tensor(value)
+                    param_state = local_state
                 state[local] = param_state
-                local.grad = local_tensor(parameter.grad).to(local.dtype)
-                params[-1].append(local)
+                gradient = local_tensor(parameter.grad)
+                local.grad = gradient.to(local.dtype)
+                group_params.append(local)
+            params.append(group_params)
         run_step(self._step, optimizer, params, state)
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Create the state of parameters that have none, and quantize moments that were loaded."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if not parameter.requires_grad or not is_linked(parameter):
+                if not parameter.requires_grad:
                     continue
-                param_state = self._first_state(optimizer, group, sharded_param_of(parameter))
+                if not is_linked(parameter):
+                    continue
+                sharded_param = sharded_param_of(parameter)
+                param_state = self._first_state(optimizer, group, sharded_param)
                 for name, value in optimizer.state[parameter].items():
                     local = local_tensor(value)
                     first = local_tensor(param_state.get(name, value))
@@ -122,7 +135,10 @@ class LocalUpdate:
                 optimizer.state[parameter] = param_state
 
     def _first_state(
-        self, optimizer: Any, group: GroupSettings, sharded_param: ShardedParam
+        self,
+        optimizer: Any,
+        group: GroupSettings,
+        sharded_param: ShardedParam,
     ) -> ParamState:
         local = local_tensor(sharded_param.parameter).detach()
         names = ["exp_avg", "exp_avg_sq"]
@@ -139,12 +155,19 @@ class LocalUpdate:
 
     def _has_blocks(self, sharded_param: ShardedParam) -> bool:
         numel = prod(sharded_param.flat_range.shape)
-        return numel >= SMALLEST and numel % self._size == 0
+        if numel < SMALLEST:
+            return False
+        return numel % self._size == 0
 
     def _is_cut(self, sharded_param: ShardedParam) -> bool:
         if not self._has_blocks(sharded_param):
             return False
         layout = sharded_param.group.layout
         position = layout.positions[sharded_param.index]
-        whole = lcm(row_size(position.shape), self._size)
-        return not cuts_are_aligned(whole, position.start, position.numel, layout.shard_size)
+        are_aligned = cuts_are_aligned(
+            lcm(row_size(position.shape), self._size),
+            start=position.start,
+            numel=position.numel,
+            shard=layout.shard_size,
+        )
+        return not are_aligned

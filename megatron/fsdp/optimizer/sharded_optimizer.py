@@ -45,6 +45,10 @@ from megatron.fsdp.optimizer.optimizer_state import (
 )
 from megatron.fsdp.optimizer.quantized_state import LocalUpdate, quantizes_state
 
+# Of a state dict, by its keys: numbers, or names if torch's `set_state_dict` has replaced them.
+ShardedParams = dict[Any, ShardedParam]
+StateByKey = dict[Any, ParamState]
+
 
 class ShardedOptimizer(Optimizer):
     """The methods that sharding adds to an optimizer; see [Note: the sharded optimizer]."""
@@ -104,14 +108,20 @@ class ShardedOptimizer(Optimizer):
             loss = super().step(*arguments)
         for model in self._fsdp_models:
             model.install_optimized_model_weights(
-                only_shared=not install_optimized_model_weights, only_trainable=True
+                only_shared=not install_optimized_model_weights,
+                only_trainable=True,
             )
         return loss
 
     # torch's hooks run around the update; it would put them around this one too.
     step.hooked = True  # type: ignore[attr-defined]  # torch's own mark on functions
 
-    def zero_grad(self, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
+    def zero_grad(
+        self,
+        set_to_none: bool = True,
+        *,
+        zero_grad_buffer: bool = True,
+    ) -> None:
         """Clear the gradients of the parameters that this optimizer steps, as in torch.
 
         Args:
@@ -121,7 +131,10 @@ class ShardedOptimizer(Optimizer):
         if not zero_grad_buffer:
             super().zero_grad(set_to_none)
             return
-        shared = [model for model in self._fsdp_models if model not in self._fsdp_whole_models]
+        shared = []
+        for model in self._fsdp_models:
+            if model not in self._fsdp_whole_models:
+                shared.append(model)
         if shared:
             for model in shared:
                 model.finish_grad_sync()  # gradients not reduced yet would be added later
@@ -146,9 +159,15 @@ class ShardedOptimizer(Optimizer):
         if not isinstance(given, set):  # which torch refuses
             parameters = []
             for entry in given:
-                parameters.append(entry[1] if isinstance(entry, tuple) else entry)
+                if isinstance(entry, tuple):
+                    entry = entry[1]  # behind its name
+                parameters.append(entry)
             _refuse_unsharded(parameters)
-            param_group = {**param_group, "params": parameters, "param_names": _names(parameters)}
+            param_group = {
+                **param_group,
+                "params": parameters,
+                "param_names": _names(parameters),
+            }
         super().add_param_group(param_group)
         self._find_models()
         self._make_missing_state()
@@ -179,7 +198,6 @@ class ShardedOptimizer(Optimizer):
             ValueError: if names, groups or shapes do not agree; nothing is changed then.
         """
         groups = match_groups(self.param_groups, state_dict["param_groups"])
-        # Keys are numbers, or names if torch's `set_state_dict` has replaced them.
         keys = concatenated([group["params"] for group in groups])
         by_position = self._sharded_params()
         sharded_params = {}
@@ -190,69 +208,85 @@ class ShardedOptimizer(Optimizer):
         self._refuse_local_state(sharded_params, state)
         if isinstance(self._fsdp_update, FlatUpdate):
             self._fsdp_update.forget()
-        super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
+        loaded = {**state_dict, "param_groups": groups, "state": state}
+        super().load_state_dict(loaded)
         self._make_missing_state()  # the saved optimizer may not have stepped yet
         self._warn_of_missing(sharded_params, state)
 
     def _sharded_state(
-        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, ParamState]
-    ) -> dict[Any, ParamState]:
+        self,
+        sharded_params: ShardedParams,
+        state: StateByKey,
+    ) -> StateByKey:
         """Return loaded state with shards, given the parameters by the keys of the state dict."""
-        loaded = []
+        states = []
         for key in sharded_params.keys() & state.keys():
-            loaded.append((sharded_params[key], state[key]))
-        current = []
+            states.append((sharded_params[key], state[key]))
         for parameter, param_state in self.state.items():
             if is_linked(parameter):
-                current.append((sharded_param_of(parameter), param_state))
-        names = elementwise_names(loaded + current)
+                sharded_param = sharded_param_of(parameter)
+                states.append((sharded_param, param_state))
+        names = elementwise_names(states)
         sharded = dict(state)
         for key, param_state in state.items():
             if key not in sharded_params:
                 continue
-            known = self.state.get(sharded_params[key].parameter)
+            sharded_param = sharded_params[key]
+            known = self.state.get(sharded_param.parameter)
             if known and param_state and known.keys().isdisjoint(param_state):
                 raise ValueError(
                     f"{_user_class(self).__name__} got the state of another optimizer,"
                     f" {', '.join(param_state)}: hand it to"
                     " megatron_fsdp.utils.state_of_other_optimizers first"
                 )
-            sharded[key] = shard_param_state(sharded_params[key], param_state, names)
+            sharded[key] = shard_param_state(sharded_param, param_state, names)
         return sharded
 
     def _warn_of_missing(
-        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, ParamState]
+        self,
+        sharded_params: ShardedParams,
+        state: StateByKey,
     ) -> None:
         kind = _user_class(self)
-        if not state and any(makes_state_late(kind, group) for group in self.param_groups):
-            warn_of_absent_state(kind.__name__)
+        if not state:
+            if any(makes_state_late(kind, group) for group in self.param_groups):
+                warn_of_absent_state(kind.__name__)
+            return
         frozen = []  # now, but not when the model was sharded
         for key, sharded_param in sharded_params.items():
-            is_trained = sharded_param.group.requires_grad
-            if is_trained and not state.get(key) and not sharded_param.parameter.requires_grad:
+            if state.get(key) or sharded_param.parameter.requires_grad:
+                continue
+            if sharded_param.group.requires_grad:
                 frozen.append(sharded_param.name)
         if frozen and any(state.values()):
             warn_of_frozen_parameters(kind.__name__, frozen)
 
     def _refuse_local_state(
-        self, sharded_params: dict[Any, ShardedParam], state: dict[Any, Any]
+        self,
+        sharded_params: ShardedParams,
+        state: StateByKey,
     ) -> None:
         # These updates keep all state in DTensors, with equal step counts on all ranks. At level 0
         # every rank has all state.
-        if self._fsdp_update is not None or not self._fsdp_checkpoint_ready:
+        if self._fsdp_update is not None:
+            return
+        if not self._fsdp_checkpoint_ready:
             return
         groups: dict[Any, None] = {}  # groups in order, each one once
         for model in self._fsdp_models:
             if model.strategy.shards_optimizer:
-                groups.update(dict.fromkeys(model._mesh.all_groups()))
-        if groups:
-            states = []
-            for key, sharded_param in sharded_params.items():
-                if key in state:
-                    states.append((sharded_param, state[key]))
-            refuse_local_state(_user_class(self).__name__, states, list(groups))
+                all_groups = model._mesh.all_groups()
+                groups.update(dict.fromkeys(all_groups))
+        if not groups:
+            return
+        states = []
+        for key, sharded_param in sharded_params.items():
+            if key in state:
+                states.append((sharded_param, state[key]))
+        name = _user_class(self).__name__
+        refuse_local_state(name, states, list(groups))
 
-    def _sharded_params(self) -> dict[int, ShardedParam]:
+    def _sharded_params(self) -> ShardedParams:
         """Return the sharded parameters by their position in state dicts."""
         sharded_params = {}
         for position, parameter in enumerate(parameters_of(self)):
@@ -265,10 +299,16 @@ class ShardedOptimizer(Optimizer):
         parameters = parameters_of(self)
         self._fsdp_models = _models_of(self)
         self._fsdp_whole_models = []
-        self._fsdp_ignored = [parameter for parameter in parameters if not is_linked(parameter)]
+        self._fsdp_ignored = []
+        for parameter in parameters:
+            if not is_linked(parameter):
+                self._fsdp_ignored.append(parameter)
         for model in self._fsdp_models:
             model._has_optimizer = True
-            trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+            trained = set()
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    trained.add(parameter)
             if trained - model._ignored <= set(parameters):
                 self._fsdp_whole_models.append(model)
 
@@ -298,7 +338,10 @@ class ShardedOptimizer(Optimizer):
 
 
 @Optimizer.profile_hook_step
-def _step_of_update(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+def _step_of_update(
+    optimizer: ShardedOptimizer,
+    closure: Callable[[], Any] | None = None,
+) -> Any:
     """Run this library's update in place of the optimizer's own, with torch's hooks around it."""
     loss = None
     if closure is not None:
@@ -329,8 +372,9 @@ def shard_optimizer(optimizer: Optimizer, checkpoint_ready: bool = True) -> Opti
     names = []
     compared_names = []
     for group in optimizer.param_groups:
-        names.append(_names(group["params"]))
-        everywhere = [parameter for parameter in group["params"] if _is_everywhere(parameter)]
+        parameters = group["params"]
+        names.append(_names(parameters))
+        everywhere = [parameter for parameter in parameters if _is_everywhere(parameter)]
         compared_names.append(_names(everywhere))
     compared = compared_settings(optimizer, compared_names, "the optimizer")
     for model in _models_of(optimizer):
@@ -339,9 +383,8 @@ def shard_optimizer(optimizer: Optimizer, checkpoint_ready: bool = True) -> Opti
     if quantizes_state(kind):
         on_local = LocalUpdate(optimizer, kind)  # reads the class, which changes here
     _keep_scheduler(optimizer)
-    optimizer.__class__ = type(
-        kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__}
-    )
+    bases = (ShardedOptimizer, kind)
+    optimizer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
     sharded = cast(ShardedOptimizer, optimizer)
     sharded._fsdp_checkpoint_ready = checkpoint_ready
     sharded._fsdp_logs_gathers = True
@@ -365,21 +408,30 @@ def swap_parameters(optimizer: Optimizer, model: ShardedModule) -> None:
     for parameter in parameters_of(optimizer):
         if is_linked(parameter):  # sharded before its class was replaced
             sharded_params[parameter] = sharded_param_of(parameter)
-    replacements = {compute: sharded.parameter for compute, sharded in sharded_params.items()}
-    _refuse_strangers(optimizer, {*replacements.keys(), *replacements.values(), *model._ignored})
+    known: set[Any] = {*sharded_params, *model._ignored}
+    for sharded_param in sharded_params.values():
+        known.add(sharded_param.parameter)
+    _refuse_strangers(optimizer, known)
     for group in optimizer.param_groups:
         # In place: optimizers such as LBFGS have references to the list.
-        group["params"][:] = [replacements.get(given, given) for given in group["params"]]
-    unsharded = [
-        key for key in optimizer.state if isinstance(key, nn.Parameter) and key in replacements
-    ]
-    names = elementwise_names([(sharded_params[key], optimizer.state[key]) for key in unsharded])
+        parameters = group["params"]
+        for position, parameter in enumerate(parameters):
+            if parameter in sharded_params:
+                parameters[position] = sharded_params[parameter].parameter
+    unsharded = []
+    states = []
+    for key, param_state in optimizer.state.items():
+        if isinstance(key, nn.Parameter) and key in sharded_params:
+            unsharded.append(key)
+            states.append((sharded_params[key], param_state))
+    names = elementwise_names(states)
     # One parameter at a time: its whole state is freed before the next one is sharded.
+    states.clear()
     for compute in unsharded:
+        sharded_param = sharded_params[compute]
         param_state = optimizer.state.pop(compute)
-        optimizer.state[replacements[compute]] = shard_param_state(
-            sharded_params[compute], param_state, names
-        )
+        sharded_state = shard_param_state(sharded_param, param_state, names)
+        optimizer.state[sharded_param.parameter] = sharded_state
 
 
 # ---- checks
@@ -387,15 +439,18 @@ def swap_parameters(optimizer: Optimizer, model: ShardedModule) -> None:
 
 def list_of_optimizers(problems: Problems, given: Any) -> list[Any]:
     """Return a list of one optimizer or several, and check that no two step one parameter."""
-    optimizers = [*given] if isinstance(given, list | tuple) else [given]
-    counts: Counter[nn.Parameter] = Counter()
+    optimizers = [given]
+    if isinstance(given, list | tuple):
+        optimizers = list(given)
+    counts = Counter[nn.Parameter]()
     for optimizer in optimizers:
         if isinstance(optimizer, Optimizer):
             counts.update(set(parameters_of(optimizer)))
     shared = []
     for parameter, count in counts.items():
         if count > 1:
-            shared.append(str(tuple(parameter.shape)))
+            shape = tuple(parameter.shape)
+            shared.append(str(shape))
     if shared:
         problems.add(
             f"{len(shared)} parameters are in more than one optimizer, of the shapes"
@@ -423,18 +478,19 @@ def check_optimizer(
     problems.check(refuse_optimizer, optimizer)
     if not isinstance(optimizer, Optimizer):
         return
+    kind = type(optimizer)
     if isinstance(module, nn.Module):  # otherwise the check of the module reports it
-        problems.check(_refuse_strangers, optimizer, set(module.parameters()))
+        parameters = set(module.parameters())
+        problems.check(_refuse_strangers, optimizer, parameters)
         names = names_on_all_ranks(optimizer, module, settings)
         compared = compared_settings(optimizer, names, which)
         problems.compare(compared, lambda: data_groups(settings.checked_mesh))
-    problems.check(refuse_state_in_files, type(optimizer), settings.offload)
-    if settings.gradients.are_decoupled and type(optimizer).__module__.startswith(
-        ("torch.optim", "torchao.optim")
-    ):
+    problems.check(refuse_state_in_files, kind, settings.offload)
+    reads_grad = kind.__module__.startswith(("torch.optim", "torchao.optim"))
+    if settings.gradients.are_decoupled and reads_grad:
         problems.add(
             "use_decoupled_grad puts gradients on param.decoupled_grad, which"
-            f" {type(optimizer).__name__} does not read: it would not train. Leave it False, or"
+            f" {kind.__name__} does not read: it would not train. Leave it False, or"
             " pass a precision-aware optimizer"
         )
 
@@ -490,10 +546,8 @@ def _user_class(optimizer: Optimizer) -> OptimizerClass:
 
 def _models_of(optimizer: Optimizer) -> list[ShardedModule]:
     """List the models of an optimizer's parameters, in their order."""
-    models: dict[ShardedModule, None] = {}
-    for parameter in parameters_of(optimizer):
-        models[owner_of(parameter)] = None
-    return list(models)
+    models = [owner_of(parameter) for parameter in parameters_of(optimizer)]
+    return list(dict.fromkeys(models))
 
 
 def _names(parameters: Iterable[nn.Parameter]) -> list[str]:

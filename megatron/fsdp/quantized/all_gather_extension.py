@@ -87,41 +87,59 @@ class ExtensionForm(StoredForm):
         values: torch.Tensor = getattr(parameter, self._inner)
         return values.detach()
 
-    def buffer(self, layout: Layout, dtype: torch.dtype) -> tuple[Layout, torch.dtype]:
+    def buffer(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+    ) -> tuple[Layout, torch.dtype]:
         """Return the layout of the bytes that all ranks send; a collective for some classes.
 
         Raises:
             NotImplementedError: if the ranks cannot have whole rows.
         """
+        world_size = layout.world_size
         size = row_size(self._shape)
-        num_rows = -(-self._shape[0] // layout.world_size)
+        num_rows = -(-self._shape[0] // world_size)
         if layout.shard_size != num_rows * size:
             raise NotImplementedError(
                 f"{self._name}: a {self._class.__name__} is sharded by rows of a multiple of"
                 f" {MIN_ALIGNMENT} elements, but has {size} in a row"
             )
-        shape = num_rows, *self._shape[1:]
-        zeros = torch.zeros(shape, dtype=self._main_dtype, device=self._device)
-        self._sent = [torch.empty_like(tensor, device="meta") for tensor in self._send(zeros)]
+        zeros = torch.zeros(
+            (num_rows, *self._shape[1:]),
+            dtype=self._main_dtype,
+            device=self._device,
+        )
+        tensors = self._send(zeros)
+        self._sent = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         shard_bytes = ends_of(self._sent)[-1]
-        whole = ParamPosition((shard_bytes * layout.world_size,), 0, False)
-        return Layout(layout.world_size, shard_bytes, (whole,)), torch.uint8
+        whole = ParamPosition((shard_bytes * world_size,), 0, False)
+        sent_layout = Layout(world_size, shard_bytes, (whole,))
+        return sent_layout, torch.uint8
 
-    def _send(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _send(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors to gather for a shard; a collective for some classes."""
-        unflatten = self._class.__tensor_unflatten__
-        self._shard = unflatten({self._inner: rows}, self._context, rows.shape, rows.stride())
+        self._shard = self._class.__tensor_unflatten__(
+            {self._inner: rows},
+            self._context,
+            rows.shape,
+            rows.stride(),
+        )
         prepare = self._shard.fsdp_pre_all_gather
+        arguments: list[Any] = [self._mesh]
         if len(inspect.signature(prepare).parameters) > 1:
             module, _ = self._owners[0]
-            tensors, self._metadata = prepare(
-                self._mesh, self._shape, self._stride, module, self._policy
-            )
-        else:
-            tensors, self._metadata = prepare(self._mesh)
-        return tuple(tensor.contiguous() for tensor in tensors)
+            arguments += [self._shape, self._stride, module, self._policy]
+        tensors, self._metadata = prepare(*arguments)
+        return [tensor.contiguous() for tensor in tensors]
 
-    def fill(self, shard: torch.Tensor, main: torch.Tensor, layout: Layout, rank: int) -> None:
+    def fill(
+        self,
+        shard: torch.Tensor,
+        main: torch.Tensor,
+        layout: Layout,
+        rank: int,
+    ) -> None:
         """Write the tensors to gather for this rank's rows to its shard of the buffer, as bytes.
 
         Args:
@@ -131,15 +149,22 @@ class ExtensionForm(StoredForm):
             rank: the number of the shard.
         """
         row_shape = self._shape[1:]
-        rows = shard_view(main, layout, 0, rank).view(-1, *row_shape)
-        missing = self._sent[0].shape[0] - len(rows)
+        owned = shard_view(main, layout, 0, rank)
+        rows = owned.view(-1, *row_shape)
+        missing = len(self._sent[0]) - len(rows)
         if missing:
-            rows = torch.cat([rows, rows.new_zeros(missing, *row_shape)])
+            padding = rows.new_zeros(missing, *row_shape)
+            rows = torch.cat([rows, padding])
         parts = parts_of(shard, self._sent)
-        for part, tensor in zip(parts, self._send(rows), strict=True):
+        tensors = self._send(rows)
+        for part, tensor in zip(parts, tensors, strict=True):
             part.copy_(tensor)
 
-    def point(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+    def point(
+        self,
+        parameter: nn.Parameter,
+        view: torch.Tensor,
+    ) -> nn.Parameter:
         """Return the parameter that forwards read, made by its class of the gathered tensors."""
         if self._compute is not None:
             return self._compute  # its memory never moves
@@ -147,7 +172,8 @@ class ExtensionForm(StoredForm):
             tensor = self._make(buffer)
         # A new object, since torch.utils.swap_tensors cannot make a parameter one with slots.
         self._compute = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-        for name, value in users_attributes(parameter).items():
+        attributes = users_attributes(parameter)
+        for name, value in attributes.items():
             setattr(self._compute, name, value)
         for module, name in self._owners:
             module._parameters[name] = self._compute
@@ -155,21 +181,26 @@ class ExtensionForm(StoredForm):
 
     def _make(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the class makes of the gathered tensors."""
-        world_size = buffer.numel() // ends_of(self._sent)[-1]
+        shard_bytes = ends_of(self._sent)[-1]
+        world_size = buffer.numel() // shard_bytes
         outputs = []
         for sent in self._sent:
             flat = buffer
             if len(self._sent) > 1:
                 flat = buffer.new_empty(world_size * sent.nbytes)
-            outputs.append(flat.view(sent.dtype).view(-1, *sent.shape[1:]))
+            typed = flat.view(sent.dtype)
+            outputs.append(typed.view(-1, *sent.shape[1:]))
         self._outputs = tuple(outputs)
         made: torch.Tensor
         made, inside = self._shard.fsdp_post_all_gather(
-            self._outputs, self._metadata, self._policy.param_dtype
+            self._outputs,
+            self._metadata,
+            self._policy.param_dtype,
         )
+        address = buffer.untyped_storage().data_ptr()
         for tensor in (*self._outputs, *inside):
             storage = tensor.untyped_storage()
-            if storage.data_ptr() != buffer.untyped_storage().data_ptr():
+            if storage.data_ptr() != address:
                 self._separate[storage] = storage.nbytes()
         if made.shape == self._shape:
             return made
@@ -182,13 +213,19 @@ class ExtensionForm(StoredForm):
         for storage, size in self._separate.items():
             storage.resize_(size)
         if len(self._sent) > 1:
-            world_size = len(self._outputs[0]) // self._sent[0].shape[0]
-            for rank, block in enumerate(flat.view(world_size, -1)):
-                for output, part in zip(self._outputs, parts_of(block, self._sent)):
+            shard_bytes = ends_of(self._sent)[-1]
+            blocks = flat.view(-1, shard_bytes)
+            for rank, block in enumerate(blocks):
+                parts = parts_of(block, self._sent)
+                for output, part in zip(self._outputs, parts):
                     start = rank * len(part)
-                    output[start : start + len(part)] = part
+                    stop = start + len(part)
+                    output[start:stop] = part
         self._shard.fsdp_post_all_gather(
-            self._outputs, self._metadata, self._policy.param_dtype, out=self._compute
+            self._outputs,
+            self._metadata,
+            self._policy.param_dtype,
+            out=self._compute,
         )
 
     def release(self) -> None:

@@ -44,16 +44,19 @@ class TwoSidedGroup(ParamGroup):
             on_move=self._point_parameters,
         )
         self.buffers.append(columns)
-        self._shards = [(self.compute_shard, self._owned_shard), self._make_shards(columns)]
+        self._shards = [
+            (self.compute_shard, self._owned_shard),
+            self._make_shards(columns),
+        ]
         self._gathered: set[int] = set()  # sides whose buffers have the codes of all ranks
         self._outer_due: set[int] = set()  # sides whose shards the outer axis has not gathered yet
         self._recomputes = False  # a forward runs in the backward for which the group is unsharded
         # LayerNormMLP(checkpoint=True) recomputes without a forward that hooks could see.
-        self._hides_forward = any(
-            getattr(module, "checkpoint", False) for module in self.form.owners
-        )
+        self._hides_forward = False
         for module in self.form.owners:
             module.register_forward_pre_hook(self._before_forward)
+            if getattr(module, "checkpoint", False):
+                self._hides_forward = True
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """Gather the rows for a forward in a backward, which recomputes activations."""
@@ -89,11 +92,14 @@ class TwoSidedGroup(ParamGroup):
         missing = sorted(self._missing)
         gathers = []
         for side in missing:
-            self.buffers[side].allocate()
+            buffer = self.buffers[side]
+            buffer.allocate()
             shard, owned = self._shards[side]
-            is_due = side in self._outer_due
-            owned_if_due = owned if is_due else None
-            gathers.append(Gather(self.buffers[side].flat, shard, filled, owned_if_due))
+            owned_if_due = None
+            if side in self._outer_due:
+                owned_if_due = owned
+            gather = Gather(buffer.flat, shard, filled, owned_if_due)
+            gathers.append(gather)
         self._outer_due.difference_update(missing)
         self._gathered.update(missing)
         self.form.show(self._gathered)
@@ -128,5 +134,6 @@ class TwoSidedGroup(ParamGroup):
         if indices is None:
             indices = range(len(self.parameters))
         for index in indices:
+            parameter = self.parameters[index]
             for side, buffer in enumerate(self.buffers):
-                self.form.place(self.parameters[index], side, buffer.views[index])
+                self.form.place(parameter, side, buffer.views[index])

@@ -24,7 +24,8 @@ def allocated(view: torch.Tensor) -> Iterator[torch.Tensor]:
     storage = view.untyped_storage()
     size = storage.nbytes()
     if not size:
-        storage.resize_(int(view.storage_offset()) + view.numel())
+        end = view.storage_offset() + view.numel()
+        storage.resize_(int(end))
     yield view.data
     storage.resize_(size)
 
@@ -36,22 +37,29 @@ def ends_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     ends = []
     end = 0
     for tensor in tensors:
-        end += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+        padding = -tensor.nbytes % ALIGNMENT
+        end += tensor.nbytes + padding
         ends.append(end)
     return ends
 
 
-def parts_of(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def parts_of(
+    flat: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
     """Return views of a vector of bytes with the shapes and dtypes of ``tensors``."""
     parts = []
-    for start, tensor in zip([0, *ends_of(tensors)], tensors):
-        part = flat[start : start + tensor.nbytes].view(tensor.dtype)
+    starts = [0, *ends_of(tensors)]
+    for start, tensor in zip(starts, tensors):
+        stop = start + tensor.nbytes
+        part = flat[start:stop].view(tensor.dtype)
         # Matrices that kernels want column by column keep their strides.
+        strides = tensor.stride()
         extent = 1  # elements in memory from the first to the last
-        for size, step in zip(tensor.shape, tensor.stride()):
+        for size, step in zip(tensor.shape, strides):
             extent += (size - 1) * step
         if extent == tensor.numel():
-            part = part.as_strided(tensor.shape, tensor.stride())
+            part = part.as_strided(tensor.shape, strides)
         parts.append(part.view(tensor.shape))
     return parts
 
@@ -70,15 +78,25 @@ class BytesForm(StoredForm):
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the bytes of a weight."""
         tensors = list(tensors_inside(parameter).values())
-        flat = torch.zeros(ends_of(tensors)[-1], dtype=torch.uint8, device=parameter.device)
-        for part, tensor in zip(parts_of(flat, tensors), tensors):
+        flat = torch.zeros(
+            ends_of(tensors)[-1],
+            dtype=torch.uint8,
+            device=parameter.device,
+        )
+        parts = parts_of(flat, tensors)
+        for part, tensor in zip(parts, tensors):
             part.copy_(tensor)
         return flat
 
-    def point(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+    def point(
+        self,
+        parameter: nn.Parameter,
+        view: torch.Tensor,
+    ) -> nn.Parameter:
         """Make the tensors inside a weight parts of its bytes in the buffer."""
         inside = tensors_inside(parameter)
         with allocated(view) as flat:
-            for name, part in zip(inside, parts_of(flat, list(inside.values()))):
+            parts = parts_of(flat, list(inside.values()))
+            for name, part in zip(inside, parts):
                 setattr(parameter, name, part)
         return parameter

@@ -116,7 +116,10 @@ def make_form(
     )
 
 
-def _owners_of(parameter: nn.Parameter, module: nn.Module) -> list[tuple[nn.Module, str]]:
+def _owners_of(
+    parameter: nn.Parameter,
+    module: nn.Module,
+) -> list[tuple[nn.Module, str]]:
     """List the modules that have a parameter, each with the parameter's name in it."""
     owners = []
     for inner in module.modules():

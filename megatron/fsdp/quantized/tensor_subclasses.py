@@ -13,12 +13,15 @@ from torch.distributed.tensor import DTensor
 
 def has_extension(tensor: torch.Tensor) -> bool:
     """Return True if the class of a tensor has both methods of the all-gather extension."""
-    return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")
+    if not hasattr(tensor, "fsdp_pre_all_gather"):
+        return False
+    return hasattr(tensor, "fsdp_post_all_gather")
 
 
 def is_of_transformer_engine(tensor: torch.Tensor) -> bool:
     """Return True for a quantized tensor of Transformer Engine, which is not imported."""
-    return type(tensor).__module__.split(".")[0] == "transformer_engine"
+    package, _, _ = type(tensor).__module__.partition(".")
+    return package == "transformer_engine"
 
 
 def tensors_inside(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -32,9 +35,12 @@ def tensors_inside(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 def has_values_inside(tensor: torch.Tensor) -> bool:
     """Return True if a subclass is around one tensor, of high precision, with its values."""
     inside = list(tensors_inside(tensor).values())
-    if len(inside) != 1 or inside[0].shape != tensor.shape:
+    if len(inside) != 1:
         return False
-    return inside[0].is_floating_point() and inside[0].element_size() > 1
+    (values,) = inside
+    if values.shape != tensor.shape:
+        return False
+    return values.is_floating_point() and values.element_size() > 1
 
 
 def users_attributes(parameter: nn.Parameter) -> dict[str, Any]:
@@ -45,12 +51,26 @@ def users_attributes(parameter: nn.Parameter) -> dict[str, Any]:
         known |= {"_local_tensor", "_spec"}
     elif inside := tensors_inside(tensor):
         _, context = tensor.__tensor_flatten__()
-        same = tensor.__tensor_unflatten__(inside, context, tensor.shape, tensor.stride())
-        known |= {*inside, *vars(same)}
-    return {name: value for name, value in vars(tensor).items() if name not in known}
+        same = tensor.__tensor_unflatten__(
+            inside,
+            context,
+            tensor.shape,
+            tensor.stride(),
+        )
+        known.update(inside)
+        known.update(vars(same))
+    attributes = {}
+    for name, value in vars(tensor).items():
+        if name not in known:
+            attributes[name] = value
+    return attributes
 
 
-def move(module: nn.Module, device: torch.device, ignored: Set[nn.Parameter]) -> None:
+def move(
+    module: nn.Module,
+    device: torch.device,
+    ignored: Set[nn.Parameter],
+) -> None:
     """Move a module to a device, in place.
 
     Args:
@@ -61,16 +81,23 @@ def move(module: nn.Module, device: torch.device, ignored: Set[nn.Parameter]) ->
     # torch drops the attributes of tensor subclasses.
     kept = {parameter: users_attributes(parameter) for parameter in module.parameters()}
     # Ignored parameters are taken out, since some, sharded by an earlier call, may not be read now.
-    set_aside: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    set_aside = []
     for inner in module.modules():
-        if type(inner._parameters) is not dict:
+        parameters = inner._parameters
+        if type(parameters) is not dict:
             continue
-        for name, parameter in list(inner._parameters.items()):
+        for name, parameter in list(parameters.items()):
             if parameter is not None and parameter in ignored:
-                set_aside.append((inner._parameters, name, parameter))
-                inner._parameters[name] = None
+                set_aside.append((parameters, name, parameter))
+                parameters[name] = None
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor
+        return tensor.to(device)
+
     try:
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        module._apply(moved)
     finally:
         for parameters, name, parameter in set_aside:
             parameters[name] = parameter

@@ -72,12 +72,16 @@ def is_written(parameter: nn.Parameter) -> bool:
     kept = initial_values(parameter)
     if kept is None:
         return False  # they are used up
-    quantized = weight._get_quantizer()(kept.detach().to(parameter.device))
+    values = kept.detach().to(parameter.device)
+    quantize = weight._get_quantizer()
+    quantized = quantize(values)
     return not torch.equal(quantized.dequantize(), weight.dequantize())
 
 
 def replace_meta_weights(
-    root: nn.Module, parameters: dict[str, nn.Parameter], initialise: Callable[[nn.Module], None]
+    root: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    initialise: Callable[[nn.Module], None],
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Initialise modules on the meta device that create new parameters, which are quantized.
 
@@ -90,20 +94,23 @@ def replace_meta_weights(
         the old parameters, by the new ones.
     """
     names = {parameter: name for name, parameter in parameters.items()}
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    num_owners: Counter[nn.Parameter | None] = Counter()
+    replaced = {}
+    num_owners = Counter[nn.Parameter | None]()
     for module in root.modules():
         num_owners.update(module._parameters.values())
     for module in root.modules():
-        weights = {
-            name: weight for name, weight in module._parameters.items() if weight is not None
-        }
+        weights = {}
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                weights[name] = weight
+        if not weights or not hasattr(module, "param_init_meta"):
+            continue
         # Others are refused when they are initialised.
         are_alone = all(
             weight.is_meta and weight in names and num_owners[weight] == 1
             for weight in weights.values()
         )
-        if not weights or not are_alone or not hasattr(module, "param_init_meta"):
+        if not are_alone:
             continue
         quantized: Any = module
         quantized.preserve_high_precision_init_val = True  # they are the first main weights
@@ -112,7 +119,8 @@ def replace_meta_weights(
         for name, old in weights.items():
             new = module._parameters[name]
             assert new is not None
-            vars(new).update({**users_attributes(old), **vars(new)})
+            for attribute, value in users_attributes(old).items():
+                vars(new).setdefault(attribute, value)
             replaced[new] = old
             parameters[names[old]] = new
     return replaced
@@ -141,20 +149,25 @@ class TransformerEngineForm(StoredForm):
         self._group = group
         self._keeps_copies = keeps_copies
         self._has_copies = False  # True if there are copies of the last codes
-        self._format = CODES[type(parameters[0]).__name__]
+        class_name = type(parameters[0]).__name__
+        self._format = CODES[class_name]
         self.num_sides = len(self._format.sides)
         self._codes: Layout | None = None
-        self._stale = {parameter for parameter in parameters if is_written(parameter)}
+        self._stale = set()
+        for parameter in parameters:
+            if is_written(parameter):
+                self._stale.add(parameter)
         # The tensors of each side of a weight, by attribute, also while the attribute is None.
         self._sides: dict[Any, list[dict[str, torch.Tensor]]] = {}
         for weight in self._weights:
-            self._sides[weight] = []
+            sides = []
             for data in self._format.sides:
                 tensors = {}
                 if self.num_sides > 1:
                     scales = data.replace("_data", "_scale_inv")
                     tensors[scales] = getattr(weight, scales)
-                self._sides[weight].append(tensors)
+                sides.append(tensors)
+            self._sides[weight] = sides
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the values before quantization, or the codes' where these were written later."""
@@ -165,23 +178,40 @@ class TransformerEngineForm(StoredForm):
         assert values is not None  # checked with the module
         return values.detach().to(parameter.device)
 
-    def buffer(self, layout: Layout, dtype: torch.dtype) -> tuple[Layout, torch.dtype]:
+    def buffer(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+    ) -> tuple[Layout, torch.dtype]:
         """Return the layout of the codes, as bytes."""
+        bytes_each = self._format.bytes
         positions = []
         for position in layout.positions:  # sizes and starts are multiples of 8
-            shape = (int(position.numel * self._format.bytes),)
-            start = int(position.start * self._format.bytes)
-            positions.append(ParamPosition(shape, start, False))
-        size = int(layout.shard_size * self._format.bytes)
-        self._codes = Layout(layout.world_size, size, tuple(positions))
+            size = int(position.numel * bytes_each)
+            start = int(position.start * bytes_each)
+            positions.append(ParamPosition((size,), start, False))
+        self._codes = Layout(
+            layout.world_size,
+            int(layout.shard_size * bytes_each),
+            tuple(positions),
+        )
         return self._codes, torch.uint8
 
-    def point(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+    def point(
+        self,
+        parameter: nn.Parameter,
+        view: torch.Tensor,
+    ) -> nn.Parameter:
         """Put the weight's codes into the buffer, and free the values before quantization."""
         self.place(parameter, 0, view)
         return parameter
 
-    def place(self, parameter: nn.Parameter, side: int, view: torch.Tensor) -> None:
+    def place(
+        self,
+        parameter: nn.Parameter,
+        side: int,
+        view: torch.Tensor,
+    ) -> None:
         """Put the codes of a side of a weight into a buffer, which is filled before its use.
 
         Args:
@@ -189,10 +219,13 @@ class TransformerEngineForm(StoredForm):
             side: the position in ``Codes.sides``.
             view: the weight's part of the buffer, uint8, flat.
         """
+        *rows, columns = parameter.shape
+        row_bytes = int(columns * self._format.bytes)
         with allocated(view) as flat:
-            *rows, columns = parameter.shape
-            codes = flat.view(*rows, int(columns * self._format.bytes))
-        self._sides[parameter][side][self._format.sides[side]] = codes
+            codes = flat.view(*rows, row_bytes)
+        attribute = self._format.sides[side]
+        tensors = self._sides[parameter][side]
+        tensors[attribute] = codes
         self._clear()
         parameter.clear_high_precision_init_val()  # type: ignore[attr-defined]  # see `values`
         self.show([0])
@@ -201,12 +234,22 @@ class TransformerEngineForm(StoredForm):
         """Give weights the tensors of these sides, and None in place of those of others."""
         for weight, all_sides in self._sides.items():
             for side, tensors in enumerate(all_sides):
+                is_shown = side in sides
                 for name, tensor in tensors.items():
-                    setattr(weight, name, tensor if side in sides else None)
+                    setattr(weight, name, tensor if is_shown else None)
             if len(all_sides) > 1:  # modules ask for the sides that the quantizer names
-                weight._quantizer.set_usage(rowwise=0 in sides, columnwise=1 in sides)
+                weight._quantizer.set_usage(
+                    rowwise=0 in sides,
+                    columnwise=1 in sides,
+                )
 
-    def fill(self, shard: torch.Tensor, main: torch.Tensor, layout: Layout, rank: int) -> None:
+    def fill(
+        self,
+        shard: torch.Tensor,
+        main: torch.Tensor,
+        layout: Layout,
+        rank: int,
+    ) -> None:
         """Quantize this rank's main weights into its shard; a collective.
 
         Args:
@@ -218,7 +261,11 @@ class TransformerEngineForm(StoredForm):
         self.quantize([shard], main, layout, rank)
 
     def quantize(
-        self, shards: Sequence[torch.Tensor], main: torch.Tensor, layout: Layout, rank: int
+        self,
+        shards: Sequence[torch.Tensor],
+        main: torch.Tensor,
+        layout: Layout,
+        rank: int,
     ) -> None:
         """Quantize this rank's main weights into its shard of each side; a collective.
 
@@ -239,11 +286,15 @@ class TransformerEngineForm(StoredForm):
                 offsets.append(None)
                 fragments.append(None)
                 continue
-            mains.append(shard_view(main, layout, index, rank).view(-1))
+            shard_of_main = shard_view(main, layout, index, rank)
+            mains.append(shard_of_main.view(-1))
             offsets.append(owned.start)
             start, stop = self._codes.shard_range(index, rank)
             parts = [shard[start:stop] for shard in shards]
-            fragments.append(parts if len(parts) > 1 else parts[0])
+            if len(parts) > 1:
+                fragments.append(parts)
+            else:
+                fragments.append(parts[0])
         self._has_copies = False
         self.show(range(self.num_sides))  # scales are written to the weight
         _helpers().quantize_master_weights(
@@ -275,8 +326,9 @@ class TransformerEngineForm(StoredForm):
             self._clear()
 
     def _clear(self) -> None:
+        helpers = _helpers()
         for weight in self._weights:
-            _helpers().clear_columnwise_cache(weight)
+            helpers.clear_columnwise_cache(weight)
         self._has_copies = False
 
 

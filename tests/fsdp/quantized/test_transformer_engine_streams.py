@@ -82,7 +82,7 @@ def test_nor_with_transposed_copies(hopper: RunOnRanks, recipe: str, variant: st
 
 FORM = "quantized.transformer_engine_weights:TransformerEngineForm."
 QUANTIZE, COPY = "_helpers().quantize_master_weights(", "_helpers().post_all_gather_processing("
-ALLOCATE = "self.buffers[side].allocate()"
+ALLOCATE = "buffer.allocate()"
 DEFECTS = [
     defect(
         "codes are quantized elsewhere", "mxfp8", {FORM + "quantize": [(QUANTIZE, SIDE + QUANTIZE)]}

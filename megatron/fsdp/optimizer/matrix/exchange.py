@@ -17,14 +17,16 @@ from megatron.fsdp.engine.observe import OTHER, observed
 # No other messages have this tag.
 _TAG = FIRST_TAG + 2  # after those of the transport over gloo
 
+Message = tuple[torch.Tensor, int]  # a tensor, and the rank at the other end
+
 
 class Exchange:
     """Sends and receives, in an order on which the two ranks of each message agree."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
-        self._sends: list[tuple[torch.Tensor, int]] = []
-        self._receives: list[tuple[torch.Tensor, int]] = []
+        self._sends: list[Message] = []
+        self._receives: list[Message] = []
         self._after: list[Callable[[], object]] = []
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
@@ -32,7 +34,10 @@ class Exchange:
         self._sends.append((tensor, rank))
 
     def receive(
-        self, tensor: torch.Tensor, rank: int, after: Callable[[], object] | None = None
+        self,
+        tensor: torch.Tensor,
+        rank: int,
+        after: Callable[[], object] | None = None,
     ) -> None:
         """Receive a contiguous tensor.
 
@@ -47,7 +52,13 @@ class Exchange:
 
     def start(self) -> Pending:
         """Start all messages; every rank of the group must do so, also without messages."""
-        launch = observed(OTHER, "exchange", (), self._group, self._launch)
+        launch = observed(
+            kind=OTHER,
+            name="exchange",
+            operands=(),
+            group=self._group,
+            collective=self._launch,
+        )
         work = launch(True)
 
         def wait() -> None:
@@ -59,19 +70,21 @@ class Exchange:
         return Pending(wait)
 
     def _launch(self, asynchronous: bool) -> Work:
+        group = self._group
         tensors = [tensor for tensor, _ in self._receives + self._sends]
         if not any(tensor.is_cuda for tensor in tensors):
-            messages = PeerMessages(self._group, _TAG)
+            messages = PeerMessages(group, _TAG)
             for tensor, rank in self._receives:
                 messages.receive(tensor, rank)
             for tensor, rank in self._sends:
                 messages.send(tensor, rank)
             return messages
         # NCCL runs the messages of one launch side by side, and those of two one after the other.
-        with _coalescing_manager(self._group, tensors[0].device, async_ops=True) as coalesced:
+        device = tensors[0].device
+        with _coalescing_manager(group, device, async_ops=True) as coalesced:
             for tensor, rank in self._receives:
-                self._group.recv([tensor], rank, _TAG)
+                group.recv([tensor], rank, _TAG)
             for tensor, rank in self._sends:
-                self._group.send([tensor], rank, _TAG)
+                group.send([tensor], rank, _TAG)
             work: Work = coalesced
         return work

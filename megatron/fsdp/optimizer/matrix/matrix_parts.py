@@ -46,10 +46,14 @@ class MatrixPart:
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements in ``whole``, flat: a view, or a copy if they are not contiguous."""
+        shape = self.slice.shape
         if not self.is_contiguous:
-            return TensorPart(self.slice.shape, self.slice.chunks(self.range)).of(whole)
-        first = self.slice.start * row_size(self.slice.shape)
-        return whole.view(-1)[first + self.range.start : first + self.range.stop]
+            chunks = self.slice.chunks(self.range)
+            return TensorPart(shape, chunks).of(whole)
+        first = self.slice.start * row_size(shape)
+        start = first + self.range.start
+        stop = first + self.range.stop
+        return whole.view(-1)[start:stop]
 
     def put(self, whole: torch.Tensor, flat: torch.Tensor) -> None:
         """Set the elements in ``whole`` to those of ``flat``."""
@@ -58,10 +62,12 @@ class MatrixPart:
             self.of(whole).copy_(flat)
             return
         start = 0
-        for (row, column), (height, width) in self.slice.chunks(self.range):
+        chunks = self.slice.chunks(self.range)
+        for (row, column), (height, width) in chunks:
             stop = start + height * width
             values = flat[start:stop].view(height, width)
-            whole[row : row + height, column : column + width] = values
+            rows = whole[row : row + height]
+            rows[:, column : column + width] = values
             start = stop
 
 
@@ -70,43 +76,55 @@ class OwnerRanks:
 
     def __init__(self, axes: Axes):
         self.mesh = axes.dtensor_mesh(outer_is_sharded=True)
+        ranks = self.mesh.mesh
         num_slices = 1
         if axes.tensor is not None:
             num_slices = axes.tensor.size()
-        known = axes.data_group if num_slices == 1 else None
+        known = None
+        if num_slices == 1:
+            known = axes.data_group
         # Not the group of all ranks: other pipeline stages may have other parameters.
-        self.group = known or local_group(self.mesh.mesh.flatten().tolist())
+        self.group = known or local_group(ranks.flatten().tolist())
         # In a round of messages some ranks have nothing to send, and would not connect.
-        connect([self.group], torch.device(self.mesh.device_type))
+        device = torch.device(self.mesh.device_type)
+        connect([self.group], device)
         ranks_in_group = dist.get_process_group_ranks(self.group)
         # Coordinates (tensor, inner, outer) of each rank, by its number in the group.
         self.members: dict[int, tuple[int, int, int]] = {}
-        grid = self.mesh.mesh.reshape(num_slices, axes.inner.size(), -1)
+        grid = ranks.reshape(num_slices, axes.inner.size(), -1)
         for tensor, of_slice in enumerate(grid.tolist()):
             for inner, of_inner in enumerate(of_slice):
                 for outer, rank in enumerate(of_inner):
-                    self.members[ranks_in_group.index(rank)] = tensor, inner, outer
+                    number = ranks_in_group.index(rank)
+                    self.members[number] = tensor, inner, outer
         self.rank = dist.get_rank(self.group)
 
     def parts(self, sharded_param: ShardedParam) -> Iterator[MatrixPart]:
         """Yield the part of a matrix that each rank has."""
         group = sharded_param.group
-        partition = group.partition
+        num_inner = group.partition.num_inner
+        num_outer = group.partition.num_outer
         for rank, (tensor, inner, outer) in self.members.items():
-            inner_shard = inner % partition.num_inner
-            outer_shard = outer % partition.num_outer
-            shard = inner_shard * partition.num_outer + outer_shard
+            inner_shard = inner % num_inner
+            outer_shard = outer % num_outer
+            shard = inner_shard * num_outer + outer_shard
             owned = group.layout.owned(sharded_param.index, shard)
             slice_ = sharded_param.slice
             # Ranks along an axis that divides the matrix are in the same replica.
             if slice_.dim is not None:
-                slice_ = slice_._replace(start=tensor * owned.shape[slice_.dim])
+                start = tensor * owned.shape[slice_.dim]
+                slice_ = slice_._replace(start=start)
                 tensor = 0
-            if partition.num_inner > 1:
+            if num_inner > 1:
                 inner = 0
-            if partition.num_outer > 1:
+            if num_outer > 1:
                 outer = 0
-            yield MatrixPart(rank, (tensor, inner, outer), slice_, owned)
+            yield MatrixPart(
+                rank=rank,
+                replica=(tensor, inner, outer),
+                slice=slice_,
+                range=owned,
+            )
 
     def with_all(self, sharded_param: ShardedParam) -> list[int]:
         """List the ranks that have all of a matrix."""
@@ -127,7 +145,12 @@ class Matrix:
         owner: the rank that updates it, numbered in their group.
     """
 
-    def __init__(self, sharded_param: ShardedParam, ranks: OwnerRanks, owner: int):
+    def __init__(
+        self,
+        sharded_param: ShardedParam,
+        ranks: OwnerRanks,
+        owner: int,
+    ):
         self.sharded_param = sharded_param
         self.ranks = ranks
         self.owner = owner
@@ -137,10 +160,13 @@ class Matrix:
         self._part = parts[ranks.rank]
         self._sources: list[MatrixPart] = []  # parts of which the owner makes the matrix
         self._others: list[MatrixPart] = []  # parts that the owner sends
+        replica = parts[owner].replica
         for part in parts.values():
-            if part.range.numel and part.replica == parts[owner].replica:
+            if not part.range.numel:
+                continue
+            if part.replica == replica:
                 self._sources.append(part)
-            if part.range.numel and part.rank != owner:
+            if part.rank != owner:
                 self._others.append(part)
 
     @property
@@ -162,7 +188,11 @@ class Matrix:
         assert gradient is not None  # checked by the caller
         return self.sharded_param.local_shard(gradient)  # the user has replaced it
 
-    def collect(self, local: torch.Tensor, exchange: Exchange) -> torch.Tensor | None:
+    def collect(
+        self,
+        local: torch.Tensor,
+        exchange: Exchange,
+    ) -> torch.Tensor | None:
         """Send the owner a tensor of which this rank has ``local``; return all of it there.
 
         The result is complete when the messages have arrived. It may be a view of ``local``.
@@ -182,15 +212,27 @@ class Matrix:
                 self._receive(part, whole, exchange)
         return whole
 
-    def _receive(self, part: MatrixPart, whole: torch.Tensor, exchange: Exchange) -> None:
+    def _receive(
+        self,
+        part: MatrixPart,
+        whole: torch.Tensor,
+        exchange: Exchange,
+    ) -> None:
         flat = part.of(whole)
         if part.is_contiguous:
             exchange.receive(flat, part.rank)
-        else:  # `flat` is a copy
-            exchange.receive(flat, part.rank, after=lambda: part.put(whole, flat))
+            return
+
+        def put() -> None:
+            part.put(whole, flat)
+
+        exchange.receive(flat, part.rank, after=put)  # `flat` is a copy
 
     def distribute(
-        self, whole: torch.Tensor | None, local: torch.Tensor, exchange: Exchange
+        self,
+        whole: torch.Tensor | None,
+        local: torch.Tensor,
+        exchange: Exchange,
     ) -> None:
         """Set ``local`` on every rank to its part of ``whole``, when the messages have arrived.
 
@@ -204,7 +246,8 @@ class Matrix:
                 exchange.receive(local, self.owner)
             return
         if local.numel() and local.data_ptr() != whole.data_ptr():
-            local.view(-1).copy_(self._part.of(whole))
+            own = self._part.of(whole)
+            local.view(-1).copy_(own)
         for part in self._others:
             exchange.send(part.of(whole), part.rank)
 
@@ -225,8 +268,10 @@ class Matrix:
     def with_owner(self, local: torch.Tensor, shape: Shape) -> UnevenDTensor:
         """Return a DTensor over ``local``, which is all of it on the owner, elsewhere empty."""
         mesh = self.ranks.mesh
-        dtensor = dtensor_over(local, mesh, [Shard(0)] * mesh.ndim, shape)
-        dtensor.part = TensorPart.all_or_nothing(shape, self.is_own, key=(*self._key, shape))
+        placements = [Shard(0)] * mesh.ndim
+        dtensor = dtensor_over(local, mesh, placements, shape)
+        key = (*self._key, shape)
+        dtensor.part = TensorPart.all_or_nothing(shape, self.is_own, key)
         return dtensor
 
     def take(self, value: torch.Tensor) -> torch.Tensor:

@@ -77,9 +77,12 @@ class OwnerUpdate:
     def step(self, optimizer: Optimizer) -> None:
         """Update all parameters of ``optimizer`` that have a gradient."""
         self.prepare(optimizer)
-        rounds: list[Round] = []
+        rounds = []
         for own_round in self._rounds:
-            trained = [matrix for matrix in own_round if matrix.parameter.grad is not None]
+            trained = []
+            for matrix in own_round:
+                if matrix.parameter.grad is not None:
+                    trained.append(matrix)
             if trained:
                 rounds.append(trained)
         collected = None
@@ -100,24 +103,31 @@ class OwnerUpdate:
         if self._others:
             others = []
             for group in optimizer.param_groups:
-                params = group["params"]
-                others.append([parameter for parameter in params if parameter in self._others])
+                group_others = []
+                for parameter in group["params"]:
+                    if parameter in self._others:
+                        group_others.append(parameter)
+                others.append(group_others)
             step_on_parameters(self._step, optimizer, others)
 
     def _update(self, optimizer: Optimizer, owned: Owned) -> None:
         """Step on a whole matrix of this rank; the step may create or replace its state."""
         matrix, weight, gradient = owned
-        param_state = optimizer.state[matrix.parameter]
+        parameter = matrix.parameter
+        param_state = optimizer.state[parameter]
         # Optimizers read the user's attributes. All tensor-parallel slices are in this matrix.
-        vars(weight).update(users_attributes(matrix.sharded_param.compute), partition_dim=-1)
+        attributes = users_attributes(matrix.sharded_param.compute)
+        attributes["partition_dim"] = -1
+        vars(weight).update(attributes)
         weight.grad = gradient.to(weight.dtype)
-        whole = tree_map_only(DTensor, local_tensor, param_state)
-        state: State = defaultdict(dict, {weight: whole})
+        state: State = defaultdict(dict)
+        state[weight] = tree_map_only(DTensor, local_tensor, param_state)
         params: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
-        params[self._group_of[matrix.parameter]].append(weight)
+        params[self._group_of[parameter]].append(weight)
         run_step(self._step, optimizer, params, state)
         for name, value in state[weight].items():
-            if getattr(param_state.get(name), "_local_tensor", None) is not value:
+            known = param_state.get(name)
+            if getattr(known, "_local_tensor", None) is not value:
                 param_state[name] = tree_map_only(torch.Tensor, matrix.take, value)
 
     # ---- owners
@@ -135,20 +145,32 @@ class OwnerUpdate:
                     continue
                 model = owner_of(parameter)
                 sharded_param = sharded_param_of(parameter)
-                found[model, model._mesh.axes(sharded_param.kind)].append(sharded_param)
+                axes = model._mesh.axes(sharded_param.kind)
+                found[model, axes].append(sharded_param)
         for (_, axes), sharded_params in found.items():
             ranks = OwnerRanks(axes)
-            costs = [self._cost(optimizer, sharded_param) for sharded_param in sharded_params]
-            able = [ranks.with_all(sharded_param) for sharded_param in sharded_params]
-            for pairs in choose_owners(costs, able, list(ranks.members)):
-                own_round = [Matrix(sharded_params[index], ranks, owner) for index, owner in pairs]
+            costs = []
+            able = []
+            for sharded_param in sharded_params:
+                costs.append(self._cost(optimizer, sharded_param))
+                able.append(ranks.with_all(sharded_param))
+            rounds = choose_owners(costs, able, list(ranks.members))
+            for pairs in rounds:
+                own_round = []
+                for index, owner in pairs:
+                    matrix = Matrix(sharded_params[index], ranks, owner)
+                    own_round.append(matrix)
                 self._rounds.append(own_round)
 
     def _cost(self, optimizer: Optimizer, sharded_param: ShardedParam) -> UpdateCost:
         parameter = sharded_param.parameter
-        settings: GroupSettings = optimizer.param_groups[self._group_of[parameter]]
-        steps = settings.get("ns_steps", NEWTON_SCHULZ_STEPS)
-        return cost_of(sharded_param.slice.shape, parameter.dtype.itemsize, steps)
+        number = self._group_of[parameter]
+        settings: GroupSettings = optimizer.param_groups[number]
+        return cost_of(
+            shape=sharded_param.slice.shape,
+            itemsize=parameter.dtype.itemsize,
+            steps=settings.get("ns_steps", NEWTON_SCHULZ_STEPS),
+        )
 
     # ---- state
 
@@ -162,7 +184,7 @@ class OwnerUpdate:
             self._parameters = [*parameters]
         for own_round in self._rounds:
             exchange = Exchange(own_round[0].ranks.group)
-            collected: list[tuple[Matrix, str, torch.Tensor]] = []
+            collected = []
             for matrix in own_round:
                 param_state = optimizer.state[matrix.parameter]
                 self._add_first_entries(matrix, param_state)
@@ -170,26 +192,29 @@ class OwnerUpdate:
                     value = param_state[name]
                     if matrix.is_with_owner(value):
                         continue
-                    if isinstance(value, DTensor) and tuple(value.shape) == matrix.shape:
-                        local = local_tensor(value)
-                        whole = matrix.collect(local, exchange)
-                        if whole is None:
-                            whole = local.new_empty(0)
-                        collected.append((matrix, name, whole))
-                    else:
+                    if not isinstance(value, DTensor) or value.shape != matrix.shape:
                         param_state[name] = tree_map_only(torch.Tensor, matrix.take, value)
+                        continue
+                    local = local_tensor(value)
+                    whole = matrix.collect(local, exchange)
+                    if whole is None:
+                        whole = local.new_empty(0)
+                    collected.append((matrix, name, whole))
             if collected:
                 exchange.start().wait()
             for matrix, name, whole in collected:
-                optimizer.state[matrix.parameter][name] = matrix.with_owner(whole, matrix.shape)
+                param_state = optimizer.state[matrix.parameter]
+                param_state[name] = matrix.with_owner(whole, matrix.shape)
 
     def _add_first_entries(self, matrix: Matrix, param_state: ParamState) -> None:
         if not matrix.parameter.requires_grad:
             return
         for name in self._first_entries:
             if name not in param_state:
-                shape = matrix.shape if matrix.is_own else (0,)
-                param_state[name] = matrix.with_owner(matrix.weight.new_zeros(shape), matrix.shape)
+                local = matrix.weight.new_zeros(0)
+                if matrix.is_own:
+                    local = matrix.weight.new_zeros(matrix.shape)
+                param_state[name] = matrix.with_owner(local, matrix.shape)
 
     @torch.no_grad()
     def shard_state(self, optimizer: Optimizer) -> None:
@@ -198,23 +223,32 @@ class OwnerUpdate:
             if not self._first_entries:
                 _share_entries(own_round, optimizer)
             exchange = Exchange(own_round[0].ranks.group)
-            sharded: list[tuple[Matrix, str, torch.Tensor]] = []
+            sharded = []
             for matrix in own_round:
                 param_state = optimizer.state[matrix.parameter]
                 for name in sorted(param_state):
                     value = param_state[name]
-                    if matrix.is_with_owner(value) and tuple(value.shape) == matrix.shape:
-                        local = torch.empty_like(matrix.weight, dtype=value.dtype)
-                        whole = local_tensor(value).contiguous() if matrix.is_own else None
-                        matrix.distribute(whole, local, exchange)
-                        sharded.append((matrix, name, local))
+                    if not matrix.is_with_owner(value):
+                        continue
+                    if value.shape != matrix.shape:
+                        continue
+                    whole = None
+                    if matrix.is_own:
+                        whole = local_tensor(value).contiguous()
+                    local = torch.empty_like(matrix.weight, dtype=value.dtype)
+                    matrix.distribute(whole, local, exchange)
+                    sharded.append((matrix, name, local))
             if sharded:
                 exchange.start().wait()
             for matrix, name, local in sharded:
-                optimizer.state[matrix.parameter][name] = matrix.sharded_param.over(local)
+                param_state = optimizer.state[matrix.parameter]
+                param_state[name] = matrix.sharded_param.over(local)
 
 
-def owner_update(optimizer: Optimizer, kind: OptimizerClass) -> OwnerUpdate | None:
+def owner_update(
+    optimizer: Optimizer,
+    kind: OptimizerClass,
+) -> OwnerUpdate | None:
     """Return the update by owners for a matrix optimizer of the user's class, else None."""
     if matrix_class(kind) is None:
         return None
@@ -243,14 +277,17 @@ def _collect(own_round: Round) -> tuple[Pending, Owned | None]:
         gradient = matrix.collect(matrix.gradient, exchange)
         if weight is not None and gradient is not None:
             owned = Owned(matrix, weight, gradient)
-    return exchange.start(), owned
+    arrival = exchange.start()
+    return arrival, owned
 
 
 def _distribute(own_round: Round, owned: Owned | None) -> Pending:
     """Start to send all ranks the new weights of a round."""
     exchange = Exchange(own_round[0].ranks.group)
     for matrix in own_round:
-        whole = owned.weight if owned is not None and matrix.is_own else None
+        whole = None
+        if owned is not None and matrix.is_own:
+            whole = owned.weight
         matrix.distribute(whole, matrix.weight, exchange)
     return exchange.start()
 
@@ -269,14 +306,21 @@ def _share_entries(own_round: Round, optimizer: Optimizer) -> None:
     for number, matrix in enumerate(own_round):
         if not matrix.is_own:
             continue
-        for name, value in optimizer.state[matrix.parameter].items():
-            if not isinstance(value, DTensor) or matrix.is_with_owner(value):  # not sharded yet
-                entries.append(repr((members, number, name, _described(value))))
-    for text in collectives.exchange(entries, [ranks.group]):
+        param_state = optimizer.state[matrix.parameter]
+        for name, value in param_state.items():
+            if isinstance(value, DTensor) and not matrix.is_with_owner(value):
+                continue  # sharded already
+            entry = (members, number, name, _described(value))
+            entries.append(repr(entry))
+    texts = collectives.exchange(entries, [ranks.group])
+    for text in texts:
         other_members, number, name, description = literal_eval(text)
+        if other_members != members:
+            continue
         matrix = own_round[number]
-        if other_members == members and not matrix.is_own:
-            optimizer.state[matrix.parameter][name] = _made_from(description, matrix)
+        if not matrix.is_own:
+            param_state = optimizer.state[matrix.parameter]
+            param_state[name] = _made_from(description, matrix)
 
 
 def _described(value: Any) -> Any:
@@ -285,8 +329,10 @@ def _described(value: Any) -> Any:
         return [_described(element) for element in value]
     if not isinstance(value, torch.Tensor):
         return (value,)
-    content = tuple(value.shape) if value.ndim else value.item()
-    return content, str(value.dtype).removeprefix("torch.")
+    dtype_name = str(value.dtype).removeprefix("torch.")
+    if not value.ndim:
+        return value.item(), dtype_name
+    return tuple(value.shape), dtype_name
 
 
 def _made_from(description: Any, matrix: Matrix) -> Any:
@@ -299,4 +345,5 @@ def _made_from(description: Any, matrix: Matrix) -> Any:
     dtype = getattr(torch, dtype_name)
     if not isinstance(content, tuple):
         return torch.tensor(content, dtype=dtype)
-    return matrix.with_owner(matrix.weight.new_empty(0, dtype=dtype), content)
+    nothing = matrix.weight.new_empty(0, dtype=dtype)
+    return matrix.with_owner(nothing, content)

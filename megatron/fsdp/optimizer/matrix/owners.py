@@ -51,7 +51,9 @@ def matrix_class(kind: OptimizerClass) -> OptimizerClass | None:
 def first_entries(kind: OptimizerClass) -> tuple[str, ...]:
     """Return the names of the state that the first step of ``kind`` would create as zeros."""
     known = matrix_class(kind)
-    return () if known is None else _KNOWN[_full_name(known)]
+    if known is None:
+        return ()
+    return _KNOWN[_full_name(known)]
 
 
 def steps_whole_matrices(kind: Any) -> Any:
@@ -106,10 +108,17 @@ class UpdateCost:
     num_bytes: int
 
     def __add__(self, other: UpdateCost) -> UpdateCost:
-        return UpdateCost(self.flops + other.flops, self.num_bytes + other.num_bytes)
+        return UpdateCost(
+            flops=self.flops + other.flops,
+            num_bytes=self.num_bytes + other.num_bytes,
+        )
 
 
-def cost_of(shape: Sequence[int], itemsize: int, steps: int = NEWTON_SCHULZ_STEPS) -> UpdateCost:
+def cost_of(
+    shape: Sequence[int],
+    itemsize: int,
+    steps: int = NEWTON_SCHULZ_STEPS,
+) -> UpdateCost:
     """Return the cost of an update whose matrix products are those of Newton-Schulz iterations.
 
     Args:
@@ -119,8 +128,11 @@ def cost_of(shape: Sequence[int], itemsize: int, steps: int = NEWTON_SCHULZ_STEP
     """
     small, large = sorted(shape)
     # X X^T and B X are 2 m m n operations each for X of shape (m, n), A A of (m, m) is 2 m m m.
-    flops = steps * (4 * small**2 * large + 2 * small**3)
-    return UpdateCost(flops, small * large * itemsize)
+    flops_of_step = 4 * small**2 * large + 2 * small**3
+    return UpdateCost(
+        flops=steps * flops_of_step,
+        num_bytes=small * large * itemsize,
+    )
 
 
 # [Note: rounds] Matrices are updated in rounds, in each of which a rank updates at most one. They
@@ -135,7 +147,9 @@ Rounds = list[list[tuple[int, int]]]  # pairs of the index of a matrix and the r
 
 
 def choose_owners(
-    costs: Sequence[UpdateCost], able: Sequence[Sequence[int]], ranks: Sequence[int]
+    costs: Sequence[UpdateCost],
+    able: Sequence[Sequence[int]],
+    ranks: Sequence[int],
 ) -> Rounds:
     """Return the rounds, whose owners have all of their matrices where this balances the work.
 
@@ -148,8 +162,10 @@ def choose_owners(
     rounds, most = assign(costs, [owners or ranks for owners in able])
     balanced, least = assign(costs, [ranks] * len(costs))
     if most > IMBALANCE * least:
-        rounds, most = balanced, least
-    num_sent = num_bytes = 0
+        rounds = balanced
+        most = least
+    num_sent = 0
+    num_bytes = 0
     for index, owner in concatenated(rounds):
         if owner not in able[index]:
             num_sent += 1
@@ -164,13 +180,20 @@ def choose_owners(
     return rounds
 
 
-def assign(costs: Sequence[UpdateCost], able: Sequence[Sequence[int]]) -> tuple[Rounds, int]:
+def assign(
+    costs: Sequence[UpdateCost],
+    able: Sequence[Sequence[int]],
+) -> tuple[Rounds, int]:
     """Assign each matrix to one of the ranks that may own it; see [Note: rounds].
 
     Returns the rounds, and the operations of the busiest rank.
     """
     # Sorting is stable, in reverse too: the first of equal matrices comes first.
-    waiting = sorted(range(len(costs)), key=lambda index: costs[index], reverse=True)
+    waiting = sorted(
+        range(len(costs)),
+        key=lambda index: costs[index],
+        reverse=True,
+    )
     loads = {rank: UpdateCost(0, 0) for rank in concatenated(able)}
     rounds = []
     while waiting:
@@ -185,4 +208,5 @@ def assign(costs: Sequence[UpdateCost], able: Sequence[Sequence[int]]) -> tuple[
                 loads[owner] += costs[index]
         waiting = [index for index in waiting if index not in owners]
         rounds.append(list(owners.items()))
-    return rounds, max(loads.values()).flops
+    busiest = max(loads.values())
+    return rounds, busiest.flops
