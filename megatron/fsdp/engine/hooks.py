@@ -317,8 +317,7 @@ class UnitHooks:
         self._gradients.begin_backward_pass()  # which may refuse the pass, before there is one
         self._schedule.begin_backward_pass()
         self._awaiting.clear()
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._end_pass)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     @outside_transforms
     def _end_pass(self) -> None:
