@@ -155,8 +155,7 @@ def _in_turn(gradients: Iterable[ShardedGradient]) -> Iterator[torch.Tensor]:
 def _runs(norm_groups: Iterable[NormGroup]) -> Iterator[tuple[slice, NormGroup]]:
     """Yield the positions of neighbours with equal norm groups, and one of these."""
     stop = 0
-    key = attrgetter("groups", "copies")
-    for _, equal in groupby(norm_groups, key):
+    for _, equal in groupby(norm_groups, attrgetter("groups", "copies")):
         members = list(equal)
         start = stop
         stop += len(members)
@@ -180,8 +179,7 @@ def _all_reduce(
             if group in norm_group.groups:
                 parts.append(values[rows])
                 sizes.append(rows.stop - rows.start)
-        joined = torch.cat(parts)
-        reduced = all_reduce_over(joined, [group], op)
+        reduced = all_reduce_over(torch.cat(parts), [group], op)
         torch._foreach_copy_(parts, list(reduced.split(sizes)))
 
 
@@ -273,8 +271,7 @@ def _norm(
         return NotImplemented
     if type(gradient) is not ShardedGradient:
         return NotImplemented
-    family = gradient.family.target
-    return family.norm(gradient, float(order), dtype)
+    return gradient.family.target.norm(gradient, float(order), dtype)
 
 
 def _mul_(tensor: DTensor, factor: Any) -> Any:

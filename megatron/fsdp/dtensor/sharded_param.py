@@ -71,29 +71,31 @@ class ShardedParam:
         axes = mesh.axes
         layout = group.layout
         # This rank has a slice of the whole tensor, and owns a flat range of that slice.
-        self.flat_range = layout.owned(index, group.rank)
-        self.slice = TensorSlice.of_parameter(
+        flat_range = layout.owned(index, group.rank)
+        tensor_slice = TensorSlice.of_parameter(
             group.parameters[index],
-            local=self.flat_range.shape,
+            local=flat_range.shape,
             axis=axes.tensor,
         )
+        self.flat_range = flat_range
+        self.slice = tensor_slice
         self.kind = mesh.kind
         self._mesh = mesh.mesh
         self.norm_group = mesh.norm_group_of_slices
-        if self.slice.dim is None:
+        if tensor_slice.dim is None:
             self.norm_group = mesh.norm_group_of_copies
         start = layout.positions[index].start
         replicas: tuple[dist.ProcessGroup, ...] = ()
         if axes.outer is not None:
             replicas = (axes.outer.get_group(),)
         self._part = TensorPart(
-            self.slice.shape,
-            self.slice.chunks(self.flat_range),
-            is_flat=not self.flat_range.by_rows,
+            tensor_slice.shape,
+            tensor_slice.chunks(flat_range),
+            is_flat=not flat_range.by_rows,
             # With the mesh, these determine the part of every rank.
             key=(
-                self.slice.shape,
-                self.slice.dim,
+                tensor_slice.shape,
+                tensor_slice.dim,
                 start,
                 layout.shard_size,
                 layout.world_size,
@@ -101,9 +103,9 @@ class ShardedParam:
             replicas=replicas,
         )
         self._optimizer_part = self._part
-        if not self.slice.shape:
+        if not tensor_slice.shape:
             # To the optimizer, a scalar is a vector of one element, which can be sharded.
-            element = TensorPart.all_or_nothing((1,), has_all=self.flat_range.numel > 0)
+            element = TensorPart.all_or_nothing((1,), has_all=flat_range.numel > 0)
             self._optimizer_part = replace(
                 self._part,
                 shape=element.shape,
@@ -112,7 +114,7 @@ class ShardedParam:
         data: Placement = Replicate()
         if group.strategy.shards_optimizer:
             data = UnevenShard(self._optimizer_part)
-        self._placements = self.slice.placements(axes.tensor, mesh.mesh.ndim, data)
+        self._placements = tensor_slice.placements(axes.tensor, mesh.mesh.ndim, data)
         self.parameter = self.over(group.main_view(index))
         self.parameter.requires_grad_(group.requires_grad)
         self.parameter._is_param = True  # torch's mark, so that it is an nn.Parameter

@@ -89,8 +89,7 @@ class TensorPart:
         return torch.cat(elements)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = (self.shape, self.chunks, self.is_flat, self.key)
-        return TensorPart, fields
+        return TensorPart, (self.shape, self.chunks, self.is_flat, self.key)
 
 
 class TensorSlice(NamedTuple):
@@ -258,18 +257,15 @@ class ChunkedTensor(torch.Tensor):
             if wanted is None or wanted == offsets:
                 if local.shape == sizes:
                     return local
-                elements = local.view(-1)[start:stop]
-                return elements.view(sizes)
+                return local.view(-1)[start:stop].view(sizes)
             start = stop
         raise ValueError(f"{index.fqn}: this rank does not have the chunk at {wanted}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedTensor:
-        local = self.detach().clone()
-        return as_chunked_tensor(local, self.part)
+        return as_chunked_tensor(self.detach().clone(), self.part)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        local = self.detach().clone()
-        return as_chunked_tensor, (local, self.part)
+        return as_chunked_tensor, (self.detach().clone(), self.part)
 
 
 def as_chunked_tensor(local: torch.Tensor, part: TensorPart) -> ChunkedTensor:
@@ -473,8 +469,7 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     later_dims = sorted(sharded_dims - {0})
     if len(later_dims) > 1 or not is_sharded_or_replicated(placements):
         # torch gathers, which expects equal parts.
-        even = wrap_local(DTensor, local, mesh, placements, shape)
-        return even.full_tensor()
+        return wrap_local(DTensor, local, mesh, placements, shape).full_tensor()
     if shape and (shape.numel() == 0 or not sharded_dims):
         return local.clone().view(shape)
     if _watched_bytes is not None:
@@ -484,8 +479,7 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     if not shape:  # only one rank may have a scalar's element, although its placement is Replicate
         axes = list(range(len(placements)))
     for axis in reversed(axes):
-        shards = all_gather_uneven(flat, mesh.get_group(axis))
-        flat = torch.cat(shards)
+        flat = torch.cat(all_gather_uneven(flat, mesh.get_group(axis)))
     for dim in later_dims:
         any_size = replaced(tuple(shape), dim, -1)
         for axis in reversed(axes_of(placements, dim)):
@@ -497,5 +491,4 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
             f"the parts of all ranks have {flat.numel()} elements, but shape {tuple(shape)} has"
             f" {shape.numel()}: the tensor was divided for another mesh, or changed on one rank"
         )
-    whole = flat[: shape.numel()].view(shape)
-    return whole.to(local.device)
+    return flat[: shape.numel()].view(shape).to(local.device)

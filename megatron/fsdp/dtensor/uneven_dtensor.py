@@ -22,6 +22,7 @@ from megatron.fsdp.dtensor.tensor_part import (
     TensorPart,
     as_chunked_tensor,
     copied,
+    divided_like,
     full_tensor,
     part_of,
     wrap_local,
@@ -201,13 +202,7 @@ class UnevenDTensor(FunctionsOfTorch, DTensor):
             if local.requires_grad:
                 local = local.detach()
             local = copy.deepcopy(local, memo)
-        result = dtensor_over(
-            local,
-            self.device_mesh,
-            self.placements,
-            self.shape,
-        )
-        result.part = self.part
+        result = divided_like(self, local, UnevenDTensor)
         if isinstance(self, nn.Parameter):
             result._is_param = True
         result.requires_grad_(self.requires_grad)

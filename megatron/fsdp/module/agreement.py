@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -16,7 +16,11 @@ from megatron.fsdp.config.settings import Settings
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.module.trainability import Trainability
-from megatron.fsdp.module.unit_choice import ParametersOfUnits, belongs_to_expert
+from megatron.fsdp.module.unit_choice import (
+    ParameterKinds,
+    ParametersOfUnits,
+    belongs_to_expert,
+)
 
 # Types of an optimizer's settings that ranks compare.
 _COMPARED_TYPES = (bool, int, float, str, tuple, type(None))
@@ -27,7 +31,7 @@ _num_models: Counter[tuple[int, ...]] = Counter()  # models that these ranks hav
 def check_agreement(
     settings: Settings,
     parameters_of: ParametersOfUnits,
-    kinds: Mapping[str, ParameterKind],
+    kinds: ParameterKinds,
     buffers: dict[str, torch.Tensor],
 ) -> None:
     """Check that all ranks shard the same model by the same settings; a collective.

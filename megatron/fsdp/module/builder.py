@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,11 @@ from megatron.fsdp.config.meta_initialisation import (
 )
 from megatron.fsdp.config.settings import Settings, resolve_unit_modules
 from megatron.fsdp.config.warnings_once import warn
-from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam, link
+from megatron.fsdp.dtensor.sharded_param import (
+    ParameterMesh,
+    ShardedParam,
+    link,
+)
 from megatron.fsdp.engine.buffer import Storage
 from megatron.fsdp.engine.collectives import Communicator, agree
 from megatron.fsdp.engine.device import Streams, streams_for
@@ -36,6 +40,7 @@ from megatron.fsdp.module.agreement import check_agreement
 from megatron.fsdp.module.own_names import own_name
 from megatron.fsdp.module.unit_choice import (
     NamedParameters,
+    ParameterKinds,
     ParametersOfUnits,
     assign_parameters,
     belongs_to_expert,
@@ -160,7 +165,7 @@ class GroupKey(NamedTuple):
 
 def names_of_groups(
     parameters: NamedParameters,
-    kinds: Mapping[str, ParameterKind],
+    kinds: ParameterKinds,
 ) -> dict[GroupKey, list[str]]:
     """Return the names of the parameters of each group of a unit.
 
@@ -226,7 +231,7 @@ class Sharder:
     def shard(
         self,
         parameters_of: ParametersOfUnits,
-        kinds: Mapping[str, ParameterKind],
+        kinds: ParameterKinds,
         initialiser: Initialiser | None,
     ) -> ShardedParams:
         """Create the groups of every unit, and move parameters into the buffers of their groups.
@@ -300,13 +305,10 @@ class Sharder:
         """Return True if a module has experts inside: other ranks have other ones."""
         if not self._has_expert_mesh:
             return False
-        for name, buffer in module.named_buffers(path, recurse=False):
-            if belongs_to_expert(name, buffer):
-                return True
-        for name, parameter in module.named_parameters(path):
-            if belongs_to_expert(name, parameter):
-                return True
-        return False
+        tensors: dict[str, torch.Tensor] = {}
+        tensors.update(module.named_buffers(path, recurse=False))
+        tensors.update(module.named_parameters(path))
+        return any(belongs_to_expert(name, tensor) for name, tensor in tensors.items())
 
     def _make_group(
         self,
@@ -404,7 +406,9 @@ class Sharder:
         tensor_copies = copies
         if axes.tensor is not None:
             tensor_copies *= axes.tensor.size()
-        return NormGroup(groups, copies), NormGroup(groups, tensor_copies)
+        of_slices = NormGroup(groups, copies)
+        of_copies = NormGroup(groups, tensor_copies)
+        return of_slices, of_copies
 
     def _data_groups(self, shards_outer: bool) -> tuple[dist.ProcessGroup, ...]:
         dense = self._settings.checked_mesh.dense

@@ -28,7 +28,12 @@ from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.module.unit_choice import NamedParameters, belongs_to_expert, kinds_of
+from megatron.fsdp.module.unit_choice import (
+    NamedParameters,
+    ParameterKinds,
+    belongs_to_expert,
+    kinds_of,
+)
 from megatron.fsdp.quantized.stored_forms import Sharding, refuse_parameters
 
 
@@ -102,7 +107,7 @@ def _kinds(
     module: nn.Module,
     named: NamedParameters,
     settings: Settings,
-) -> dict[str, ParameterKind]:
+) -> ParameterKinds:
     mesh = settings.mesh
     return kinds_of(
         module,
@@ -125,7 +130,7 @@ def _is_sharded(module: nn.Module, sharded_before: Set[nn.Parameter]) -> bool:
 def _check_storage(
     problems: Problems,
     named: NamedParameters,
-    kinds: dict[str, ParameterKind],
+    kinds: ParameterKinds,
     settings: Settings,
 ) -> None:
     """Add the reasons why parameters of a kind cannot be stored as they are."""
@@ -201,7 +206,7 @@ def _problems_of_kinds(kinds: set[ParameterKind], settings: Settings) -> Iterato
 
 def _problems_of_offload(
     named: NamedParameters,
-    kinds: dict[str, ParameterKind],
+    kinds: ParameterKinds,
     settings: Settings,
     mesh: Mesh,
 ) -> Iterator[str]:

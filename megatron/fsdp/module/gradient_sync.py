@@ -139,8 +139,8 @@ class ShownGradients:
         for sharded_param, gradient in zip(self.sharded_params, self.shown()):
             if gradient is None:
                 continue
-            are_finite = torch.isfinite(local_tensor(gradient))
-            if not are_finite.all():
+            is_finite = torch.isfinite(local_tensor(gradient)).all()
+            if not is_finite:
                 found.append(sharded_param)
         return found
 
@@ -340,7 +340,8 @@ class GradientSync(StateOwner[ShownState]):
                 " (sync_model_each_microbatch=False): change parameter.grad before the step, or"
                 " accumulate inside no_sync()"
             )
-        self._hooked.setdefault(sharded_param, sharded_param.group.gradients.num_reductions)
+        gradients = sharded_param.group.gradients
+        self._hooked.setdefault(sharded_param, gradients.num_reductions)
 
     def _set_gradients_aside(self) -> None:
         for sharded_param in self._hooked:
@@ -371,15 +372,16 @@ class GradientSync(StateOwner[ShownState]):
                 continue
             if number != num_reductions and parameter.requires_grad:
                 called.append(parameter)
-                for hook in list((parameter._backward_hooks or {}).values()):
+                hooks = parameter._backward_hooks or {}
+                for hook in list(hooks.values()):
                     result = hook(gradient)
                     if result is not None:
                         gradient.copy_(result)
-            before_pass = self._grads_before_pass.pop(sharded_param, None)
-            if before_pass is not None:
-                gradient._local_tensor.add_(before_pass)
+            if sharded_param in self._grads_before_pass:
+                gradient._local_tensor.add_(self._grads_before_pass.pop(sharded_param))
         for owner in called:
-            for hook in list((owner._post_accumulate_grad_hooks or {}).values()):
+            hooks = owner._post_accumulate_grad_hooks or {}
+            for hook in list(hooks.values()):
                 hook(owner)
 
     # ---- changes of gradients
@@ -403,8 +405,7 @@ class GradientSync(StateOwner[ShownState]):
         """Drop the final gradients of groups whose parameters show none any more."""
         if self.state in (ShownState.SHOWN, ShownState.FINAL):
             for shown in self._groups:
-                present = indices_of_present(shown.shown())
-                if not present:
+                if not indices_of_present(shown.shown()):
                     self._drop_reduced(shown)
         self._set_family()
 

@@ -27,10 +27,8 @@ class KnownParameters:
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if parameters have appeared or vanished since sharding."""
-        if self._views:
-            present = concatenated(self._views)
-            if are_same(self._seen, present):
-                return
+        if self._views and are_same(self._seen, concatenated(self._views)):
+            return
         views: list[Any] = []
         names: dict[nn.Parameter, str] = {}
         for path, module in self._root.named_modules():

@@ -280,9 +280,9 @@ def copied_module(
     for compute, sharded_param in sharded_params.items():
         group = sharded_param.group
         group.wait_for_readers()
-        whole = full_tensor(sharded_param.parameter)
+        whole = full_tensor(sharded_param.parameter).to(compute.dtype)
         parameter = nn.Parameter(
-            whole.to(compute.dtype).view(compute.shape),
+            whole.view(compute.shape),
             requires_grad=group.requires_grad,
         )
         vars(parameter).update(vars(compute))
@@ -335,6 +335,5 @@ def copy_main_weights(
         target.parameter.requires_grad_(source.parameter.requires_grad)
         target.group.wait_for_readers()
         target.parameter._local_tensor.copy_(source.parameter._local_tensor)
-    groups = [target.group for target in targets]
-    for group in dict.fromkeys(groups):
+    for group in dict.fromkeys(target.group for target in targets):
         group.mark_main_weights_changed()

@@ -152,7 +152,8 @@ class ShardedModule(nn.Module):
         self._hooks.hook_ids |= self._casts
         self._hooks.hook_ids |= accept_full_tensors(module)
         watch_optimizers(list(self._sharded_params))
-        gathers_layers = self.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
+        num_shards = self._mesh.dense.inner.size()
+        gathers_layers = self.strategy.shards_parameters and num_shards > 1
         prepare_wrapped_module(
             module,
             gathers_layers,

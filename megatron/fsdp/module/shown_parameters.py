@@ -156,8 +156,7 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         parameter = super().__getitem__(name)
         if parameter is None:
             return None
-        group = self._groups.get(name)
-        return self._shown.read_by_name(parameter, group)
+        return self._shown.read_by_name(parameter, self._groups.get(name))
 
     def items(self) -> list[tuple[str, nn.Parameter | None]]:  # type: ignore[override]  # no view
         """Return names and parameters; a list, not a view."""
@@ -191,8 +190,7 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
 def watch_parameters(module: nn.Module, shown_parameters: ShownParameters) -> None:
     """Replace the ``_parameters`` of the modules in ``module`` by dicts that show others."""
     for inner in _not_compiled(module):
-        first = next(inner.parameters(recurse=False), None)
-        if first is not None:
+        if next(inner.parameters(recurse=False), None) is not None:
             inner._parameters = WatchedParameters(inner._parameters, shown_parameters)
 
 

@@ -62,8 +62,7 @@ class Trainability:
         """Sync all flags if those of one parameter differ, before code gets either of the two."""
         # In `module.requires_grad_(False)` and then `module.head.weight.requires_grad_(True)`, the
         # first sets the sharded parameter, the second may set the compute parameter.
-        pair = [compute, self._sharded_of[compute]]
-        first, second = read_flags(pair)
+        first, second = read_flags([compute, self._sharded_of[compute]])
         if first != second:
             self.sync_requires_grad()
 

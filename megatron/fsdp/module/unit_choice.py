@@ -14,6 +14,7 @@ from megatron.fsdp.engine.unit import Unit
 
 NamedParameters = dict[str, nn.Parameter]  # by their names in the model
 ParametersOfUnits = dict[Unit, NamedParameters]
+ParameterKinds = Mapping[str, ParameterKind]  # of parameters, by their names in the model
 
 OF_EMBEDDINGS = "is_embedding_or_output_parameter"
 """The attribute by which Megatron-Core marks the weights of embeddings and of the output layer."""
@@ -143,9 +144,10 @@ def merge_small_units(
     sizes: dict[Unit, int] = {}
     largest_named = 0
     for unit, parameters in parameters_of.items():
-        sizes[unit] = sum(parameter.nbytes for parameter in parameters.values())
+        size = sum(parameter.nbytes for parameter in parameters.values())
+        sizes[unit] = size
         if unit is not root and unit.modules and not unit.is_automatic:
-            largest_named = max(largest_named, sizes[unit])
+            largest_named = max(largest_named, size)
     if limit is None:
         limit = largest_named
     room = limit - sizes[root]
@@ -184,7 +186,7 @@ def kinds_of(
     *,
     has_expert_mesh: bool,
     has_embedding_strategy: bool,
-) -> dict[str, ParameterKind]:
+) -> ParameterKinds:
     """Return the kinds of parameters by their names.
 
     Args:

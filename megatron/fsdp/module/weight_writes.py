@@ -78,8 +78,7 @@ class WeightWrites:
                     take_written(group, index)
 
     def _read(self, unit: Unit) -> list[int]:
-        versions = [group.guard.versions for group in self._groups[unit]]
-        return concatenated(versions)
+        return concatenated([group.guard.versions for group in self._groups[unit]])
 
 
 def _takes_writes(group: ParamGroup) -> bool:
