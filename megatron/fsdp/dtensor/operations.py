@@ -224,12 +224,7 @@ class OnLocalTensors(TorchDispatchMode):
             return wrap(result, patterns[0])
         return tree_map_only(torch.Tensor, lambda local: wrap(local, patterns[0]), result)
 
-    def _own_parts_of_operands(
-        self,
-        func: Any,
-        args: Any,
-        is_list: bool,
-    ) -> Any:
+    def _own_parts_of_operands(self, func: Any, args: Any, is_list: bool) -> Any:
         """Replace whole operands of an operation in place by this rank's parts."""
         written = args[0]
         if not is_list:
@@ -247,9 +242,7 @@ class OnLocalTensors(TorchDispatchMode):
 
     def _own_part(self, value: Any, pattern: Any) -> Any:
         """Return this rank's part of ``value``, divided like ``pattern``; numbers unchanged."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        if not isinstance(pattern, self._class):
+        if not isinstance(value, torch.Tensor) or not isinstance(pattern, self._class):
             return value
         if part_of(pattern) is None:
             return value
@@ -362,7 +355,8 @@ def _report_writes(
     """Report the DTensors that an operation writes to, before it does."""
     values = [kwargs.get("out")]
     for argument, value in zip(func._schema.arguments, args):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
             values.append(value)
     for dtensor in _leaves(*values):
         if isinstance(dtensor, DTensor):
@@ -427,7 +421,7 @@ class Whole:
         whole = self.tensor.detach()
         part = part_of(self.dtensor)
         if part is not None:
-            own = part.of(whole).view(local.shape)
+            local.copy_(part.of(whole).view(local.shape))
         else:  # torch has divided it
             mesh = self.dtensor.device_mesh
             replicated = wrap_local(
@@ -438,8 +432,7 @@ class Whole:
                 shape=whole.shape,
             )
             divided = replicated.redistribute(placements=self.dtensor.placements)
-            own = divided._local_tensor
-        local.copy_(own)
+            local.copy_(divided._local_tensor)
 
 
 class WholeView(FunctionsOfTorch, torch.Tensor):
@@ -548,9 +541,7 @@ def _as_views(result: Any, wholes: Sequence[Whole]) -> Any:
         tensors = {id(whole.tensor) for whole in whole_at.values()}
 
         def mark(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in tensors:
-                return tensor
-            if tensor.layout is not torch.strided:
+            if tensor.layout is not torch.strided or id(tensor) in tensors:
                 return tensor
             pointer = tensor.untyped_storage().data_ptr()
             if not pointer or pointer not in whole_at:

@@ -236,7 +236,9 @@ def clip_grad_norm_(
 # ---- replacements of torch's functions; NotImplemented for calls that torch handles
 
 
-def _are_gradients(tensors: Sequence[torch.Tensor]) -> TypeGuard[Sequence[ShardedGradient]]:
+def _are_gradients(
+    tensors: Sequence[torch.Tensor],
+) -> TypeGuard[Sequence[ShardedGradient]]:
     return set(map(type, tensors)) == {ShardedGradient}
 
 

@@ -213,8 +213,10 @@ class ChunkedTensor(torch.Tensor):
         if not self.numel():
             return self  # a part of equal size may have elements
         whole = src._base
-        if whole is not None and whole.shape == self.part.shape and src.stride() == whole.stride():
-            src = self.part.of(whole.detach()).view(self.shape)
+        if whole is not None and whole.shape == self.part.shape:
+            is_view_of_whole = src.stride() == whole.stride()
+            if is_view_of_whole:
+                src = self.part.of(whole.detach()).view(self.shape)
         super().copy_(src, non_blocking)
         return self
 

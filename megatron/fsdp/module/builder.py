@@ -105,6 +105,20 @@ def shard_parameters(
     if initialiser is not None:
         sharder.initialise(units, sharded_params, initialiser)
     sharder.broadcast_buffers(module)
+    by_compute = _linked_by_compute(sharded_params)
+    for unit in units:
+        for group in unit.groups:
+            if not group.is_readable:
+                group.guard.close()
+    return units, by_compute, slots
+
+
+def _linked_by_compute(sharded_params: ShardedParams) -> ShardedParams:
+    """Link parameters to their sharded ones, and return these by their compute parameters.
+
+    Args:
+        sharded_params: the sharded parameters, by the parameters that were given.
+    """
     by_compute: ShardedParams = {}
     for given, sharded_param in sharded_params.items():
         if given is not sharded_param.compute:  # optimizers have the one that was given
@@ -114,11 +128,7 @@ def shard_parameters(
             setattr(sharded_param.parameter, name, value)
         link(sharded_param.parameter, sharded_param)
         by_compute[sharded_param.compute] = sharded_param
-    for unit in units:
-        for group in unit.groups:
-            if not group.is_readable:
-                group.guard.close()
-    return units, by_compute, slots
+    return by_compute
 
 
 def _find_units(

@@ -103,7 +103,6 @@ def load_model_state(
         given = {key.removeprefix("module."): value for key, value in given.items()}
     known = "\n".join(sorted(path_of.keys() & given.keys()))
     digest = hashlib.sha256(known.encode()).hexdigest()
-
     parts = _divided(given, path_of, sharded_params)
     problems = parts.problems + _problems_of_keys(parts, strict, len(state))
     _raise_everywhere(problems, digest, groups)
@@ -120,8 +119,7 @@ def load_model_state(
             sharded_param.group.wait_for_readers()
             sharded_param.parameter._local_tensor.copy_(shard)
             changed[sharded_param.group] = None
-    if load_buffers is None:
-        load_buffers = module.load_state_dict
+    load_buffers = load_buffers or module.load_state_dict
     load_buffers(parts.others, strict=False)
     for group in changed:
         group.mark_main_weights_changed()  # quantized with scales that are among the buffers

@@ -154,12 +154,7 @@ class ShardedModule(nn.Module):
         watch_optimizers(list(self._sharded_params))
         num_shards = self._mesh.dense.inner.size()
         gathers_layers = self.strategy.shards_parameters and num_shards > 1
-        prepare_wrapped_module(
-            module,
-            gathers_layers,
-            self.state_dict,
-            self._apply,
-        )
+        prepare_wrapped_module(module, gathers_layers, self.state_dict, self._apply)
         lead_by_own_names(self)
 
     def _make_gradient_sync(self) -> GradientSync:
