@@ -186,7 +186,7 @@ def kinds_of(
     *,
     has_expert_mesh: bool,
     has_embedding_strategy: bool,
-) -> ParameterKinds:
+) -> dict[str, ParameterKind]:
     """Return the kinds of parameters by their names.
 
     Args:
