@@ -46,7 +46,13 @@ UNTAGGED = frozenset(
 )
 ALIASES = frozenset({aten.alias.default, aten.detach.default})
 # Aliases if their second argument is the operand's own shape.
-RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.expand.default})
+RESHAPES = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.expand.default,
+    }
+)
 # Operations that take dtype and device from a tensor, and the shape from their arguments.
 FACTORIES = frozenset(
     {
@@ -70,7 +76,13 @@ RANDOM = frozenset(
     }
 )
 # Functions that read the memory of a tensor without an operation that a mode sees.
-ON_WHOLE_TENSORS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
+ON_WHOLE_TENSORS = frozenset(
+    {
+        torch.Tensor.numpy,
+        torch.Tensor.tolist,
+        torch.Tensor.__array__,
+    }
+)
 # Methods that share or replace the memory of a tensor, where a DTensor has none.
 ON_MEMORY: frozenset[Function] = frozenset(
     {
@@ -162,10 +174,12 @@ class OnLocalTensors(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not any(isinstance(value, self._class) for value in _leaves(*args, *kwargs.values())):
+        leaves = _leaves(*args, *kwargs.values())
+        if not any(isinstance(value, self._class) for value in leaves):
             return func(*args, **kwargs)
         if func in FACTORIES and tuple(args[1]) != tuple(args[0].shape):
-            return func(*[self._local(value) for value in args], **kwargs)
+            local_args = [self._local(value) for value in args]
+            return func(*local_args, **kwargs)
         if func is aten.index_put_.default and _fills_by_mask(*args):
             func = aten.masked_fill_.Tensor
             args = (args[0], *args[1], args[2])
@@ -183,8 +197,10 @@ class OnLocalTensors(TorchDispatchMode):
             if tuple(args[1]) != tuple(operands[0].shape):
                 raise NeedsWholeTensor
             local_args[1] = local_args[0].shape
-        elif func not in ALIASES and not (_is_pointwise(func) and _can_meet(operands, tensors)):
-            raise NeedsWholeTensor
+        elif func not in ALIASES:
+            is_local = _is_pointwise(func) and _can_meet(operands, tensors)
+            if not is_local:
+                raise NeedsWholeTensor
         if func._schema.is_mutable:  # before, so that a gather of the weights waits or is over
             _report_writes(func, args, kwargs)
         local_kwargs = {name: self._local(value) for name, value in kwargs.items()}
@@ -219,7 +235,8 @@ class OnLocalTensors(TorchDispatchMode):
         for argument, values in zip(func._schema.arguments, args):
             is_read = argument.alias_info is None
             if is_read and isinstance(values, (list, tuple)) and len(values) == len(written):
-                values = [self._own_part(value, pattern) for value, pattern in zip(values, written)]
+                pairs = zip(values, written)
+                values = [self._own_part(value, pattern) for value, pattern in pairs]
             result.append(values)
         return tuple(result)
 
@@ -243,11 +260,15 @@ class OnLocalTensors(TorchDispatchMode):
             raise NeedsWholeTensor
         lists = []
         for values in arguments:
-            if isinstance(values, (list, tuple)) and values and isinstance(values[0], torch.Tensor):
+            if not isinstance(values, (list, tuple)) or not values:
+                continue
+            if isinstance(values[0], torch.Tensor):
                 lists.append(values)
         for column in zip(*lists):
             sharded = [tensor for tensor in column if isinstance(tensor, self._class)]
-            if not _can_meet(sharded, column) or column[0] is not sharded[0]:
+            if not _can_meet(sharded, column):
+                raise NeedsWholeTensor
+            if column[0] is not sharded[0]:
                 raise NeedsWholeTensor
         return list(lists[0])
 
@@ -270,18 +291,26 @@ def _leaves(*arguments: Any) -> Iterator[Any]:
 
 
 def _fills_by_mask(
-    target: torch.Tensor, indices: Sequence[Any], value: torch.Tensor, *accumulates: bool
+    target: torch.Tensor,
+    indices: Sequence[Any],
+    value: torch.Tensor,
+    *accumulates: bool,
 ) -> bool:
     """Return True for ``target[mask] = number``, with the arguments of ``index_put_``."""
-    if len(indices) != 1 or indices[0] is None or value.ndim or any(accumulates):
+    if len(indices) != 1 or value.ndim or any(accumulates):
         return False
-    return bool(indices[0].dtype == torch.bool and indices[0].shape == target.shape)
+    mask = indices[0]
+    if mask is None or mask.dtype != torch.bool:
+        return False
+    return bool(mask.shape == target.shape)
 
 
 def _is_pointwise(func: Any) -> bool:
+    if func in UNTAGGED:
+        return True
     # Numbers that are drawn for the whole tensor are in the order of its elements.
     is_random = torch.Tag.nondeterministic_seeded in func.tags
-    return func in UNTAGGED or (torch.Tag.pointwise in func.tags and not is_random)
+    return torch.Tag.pointwise in func.tags and not is_random
 
 
 def _can_meet(sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> bool:
@@ -294,14 +323,17 @@ def _can_meet(sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> bo
             num_numbers += 1
     if len(sharded) + num_numbers != len(tensors):
         return False
-    return all(_are_alike(sharded[0], other) for other in sharded[1:])
+    first, *others = sharded
+    return all(_are_alike(first, other) for other in others)
 
 
 def _are_alike(left: DTensor, right: DTensor) -> bool:
     """Return True if all ranks have the same elements of two DTensors."""
     if left is right:
         return True
-    if left.shape != right.shape or left.placements != right.placements:
+    if left.shape != right.shape:
+        return False
+    if left.placements != right.placements:
         return False
     if left.device_mesh != right.device_mesh:
         return False
@@ -309,14 +341,22 @@ def _are_alike(left: DTensor, right: DTensor) -> bool:
         return True
     of_left = part_of(left)
     of_right = part_of(right)
-    return bool(of_left and of_right and of_left.key and of_left.key == of_right.key)
+    if of_left is None or of_right is None:
+        return False
+    key = of_left.key
+    return bool(key) and key == of_right.key
 
 
-def _report_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _report_writes(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
     """Report the DTensors that an operation writes to, before it does."""
     values = [kwargs.get("out")]
     for argument, value in zip(func._schema.arguments, args):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
             values.append(value)
     for dtensor in _leaves(*values):
         if isinstance(dtensor, DTensor):
@@ -384,8 +424,15 @@ class Whole:
             local.copy_(part.of(whole).view(local.shape))
         else:  # torch has divided it
             mesh = self.dtensor.device_mesh
-            replicated = wrap_local(DTensor, whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
-            local.copy_(replicated.redistribute(placements=self.dtensor.placements)._local_tensor)
+            replicated = wrap_local(
+                DTensor,
+                whole,
+                mesh=mesh,
+                placements=[Replicate()] * mesh.ndim,
+                shape=whole.shape,
+            )
+            divided = replicated.redistribute(placements=self.dtensor.placements)
+            local.copy_(divided._local_tensor)
 
 
 class WholeView(FunctionsOfTorch, torch.Tensor):
@@ -394,7 +441,12 @@ class WholeView(FunctionsOfTorch, torch.Tensor):
     whole: Whole
 
     @classmethod
-    def call(cls, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call(
+        cls,
+        func: Function,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Call a function of torch on whole tensors, and copy its writes into local tensors.
 
         Args:
@@ -410,10 +462,16 @@ class WholeView(FunctionsOfTorch, torch.Tensor):
         return self.detach().as_subclass(torch.Tensor).clone()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return self.detach().as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)
+        copied = self.__deepcopy__({})
+        return copied.__reduce_ex__(protocol)
 
 
-def _on_whole_tensors(func: Function, args: Any, kwargs: Any, cls: type[DTensor]) -> Any:
+def _on_whole_tensors(
+    func: Function,
+    args: Any,
+    kwargs: Any,
+    cls: type[DTensor],
+) -> Any:
     wholes: dict[int, Whole] = {}
 
     def tensor_of(dtensor: DTensor) -> torch.Tensor:
@@ -435,7 +493,12 @@ def _on_whole_tensors(func: Function, args: Any, kwargs: Any, cls: type[DTensor]
     return result
 
 
-def _call_on_wholes(func: Function, args: Any, kwargs: Any, wholes: Sequence[Whole]) -> Any:
+def _call_on_wholes(
+    func: Function,
+    args: Any,
+    kwargs: Any,
+    wholes: Sequence[Whole],
+) -> Any:
     """Call a function on plain tensors, and copy its writes into local tensors.
 
     Writes to whole tensors and to views of them, which are among the arguments, are copied.
@@ -447,9 +510,10 @@ def _call_on_wholes(func: Function, args: Any, kwargs: Any, wholes: Sequence[Who
             tensors.append(value)
             whole_of.append(value.whole)
     versions = [tensor._version for tensor in tensors]
-    state = _generator_state(tensors[0].device)
+    device = tensors[0].device
+    state = _generator_state(device)
     result = func(*args, **kwargs)
-    if not torch.equal(state, _generator_state(tensors[0].device)):
+    if not torch.equal(state, _generator_state(device)):
         changed = []
         for tensor, version in zip(tensors, versions):
             if tensor._version != version:
@@ -470,7 +534,10 @@ def _call_on_wholes(func: Function, args: Any, kwargs: Any, wholes: Sequence[Who
 def _as_views(result: Any, wholes: Sequence[Whole]) -> Any:
     """Mark tensors in a result that share storage with whole ones; NumPy arrays as well."""
     if isinstance(result, (torch.Tensor, list, tuple)):
-        whole_at = {whole.tensor.untyped_storage().data_ptr(): whole for whole in wholes}
+        whole_at = {}  # by the address of its storage
+        for whole in wholes:
+            pointer = whole.tensor.untyped_storage().data_ptr()
+            whole_at[pointer] = whole
         tensors = {id(whole.tensor) for whole in whole_at.values()}
 
         def mark(tensor: torch.Tensor) -> torch.Tensor:
@@ -493,14 +560,18 @@ def _make_equal(values: Any, wholes: Iterable[Whole]) -> None:
     """Broadcast values computed with random numbers: programs seed ranks differently."""
     groups: dict[dist.ProcessGroup, None] = {}  # one after the other, they reach all ranks
     for whole in wholes:
-        groups.update(dict.fromkeys(whole.dtensor.device_mesh.get_all_groups()))
+        mesh = whole.dtensor.device_mesh
+        groups.update(dict.fromkeys(mesh.get_all_groups()))
         part = part_of(whole.dtensor)
         if part is not None:
             groups.update(dict.fromkeys(part.replicas))
     for tensor in tree_leaves(values):
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            continue
+        if tensor.numel():
             content = tensor.detach().contiguous()
-            broadcast_over(content.view(-1).view(torch.uint8), groups)
+            content_bytes = content.view(-1).view(torch.uint8)
+            broadcast_over(content_bytes, groups)
             tensor.detach().copy_(content)
 
 

@@ -50,7 +50,10 @@ class GradientFamily:
         self._waiting.clear()
 
     def norm(
-        self, gradient: ShardedGradient, order: float, dtype: torch.dtype | None
+        self,
+        gradient: ShardedGradient,
+        order: float,
+        dtype: torch.dtype | None,
     ) -> torch.Tensor:
         """Return the norm of one gradient; the first call computes those of all.
 
@@ -73,7 +76,9 @@ class GradientFamily:
 
 @torch.no_grad()
 def norms(
-    gradients: Sequence[ShardedGradient], order: float = 2.0, dtype: torch.dtype | None = None
+    gradients: Sequence[ShardedGradient],
+    order: float = 2.0,
+    dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """Compute the norm of each whole gradient, 0-d and equal on all ranks; a collective.
 
@@ -96,19 +101,23 @@ def norms(
         result = result ** (1 / order)
     if dtype is not None:
         return list(result.to(dtype).unbind())
-    of_shards = set(attributes(shards, "dtype"))
-    wide = {narrow: torch.promote_types(narrow, torch.float32) for narrow in of_shards}
+    wide = {}
+    for narrow in set(attributes(shards, "dtype")):
+        wide[narrow] = torch.promote_types(narrow, torch.float32)
     if len(set(wide.values())) == 1:
-        return list(result.to(wide[shards[0].dtype]).unbind())
+        dtype = wide[shards[0].dtype]
+        return list(result.to(dtype).unbind())
     return [norm.to(wide[shard.dtype]) for norm, shard in zip(result, shards)]
 
 
 def _powers(
-    gradients: Sequence[ShardedGradient], shards: Sequence[torch.Tensor], order: float
+    gradients: Sequence[ShardedGradient],
+    shards: Sequence[torch.Tensor],
+    order: float,
 ) -> torch.Tensor:
     """Return norm ** order of each shard in float64; for the infinity norm, the norm itself."""
     if order == inf:  # torch has none of an empty tensor
-        shards = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
+        shards = [_at_least_one_element(shard) for shard in shards]
     wide = torch.float32
     for dtype in set(attributes(shards, "dtype")):
         wide = torch.promote_types(wide, dtype)
@@ -123,6 +132,13 @@ def _powers(
     if order == inf:
         return result
     return result**order
+
+
+def _at_least_one_element(shard: torch.Tensor) -> torch.Tensor:
+    """Return a shard, or a zero in place of an empty one."""
+    if shard.numel():
+        return shard
+    return shard.new_zeros(1)
 
 
 def _are_offloaded(gradients: Iterable[ShardedGradient]) -> bool:
@@ -147,10 +163,13 @@ def _runs(norm_groups: Iterable[NormGroup]) -> Iterator[tuple[slice, NormGroup]]
 
 
 def _all_reduce(
-    values: torch.Tensor, norm_groups: Sequence[NormGroup], op: dist.ReduceOp.RedOpType
+    values: torch.Tensor,
+    norm_groups: Sequence[NormGroup],
+    op: dist.ReduceOp.RedOpType,
 ) -> None:
     distinct = list(dict.fromkeys(norm_groups))
-    for group in dict.fromkeys(concatenated(attributes(distinct, "groups"))):
+    groups = concatenated(attributes(distinct, "groups"))
+    for group in dict.fromkeys(groups):
         if all(group in norm_group.groups for norm_group in distinct):
             all_reduce_over(values, [group], op)
             continue
@@ -209,19 +228,24 @@ def clip_grad_norm_(
         for shard in _in_turn(gradients):
             shard.mul_(factor.to(shard.device))
     else:
-        torch._foreach_mul_(attributes(gradients, "_local_tensor"), factor)
+        shards = attributes(gradients, "_local_tensor")
+        torch._foreach_mul_(shards, factor)
     return total
 
 
 # ---- replacements of torch's functions; NotImplemented for calls that torch handles
 
 
-def _are_gradients(tensors: Sequence[torch.Tensor]) -> TypeGuard[Sequence[ShardedGradient]]:
+def _are_gradients(
+    tensors: Sequence[torch.Tensor],
+) -> TypeGuard[Sequence[ShardedGradient]]:
     return set(map(type, tensors)) == {ShardedGradient}
 
 
 def _foreach_norm(
-    tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
+    tensors: Sequence[torch.Tensor],
+    ord: float = 2.0,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     if ord <= 0 or not _are_gradients(tensors):
         return NotImplemented
@@ -243,22 +267,29 @@ def _norm(
         (order,) = named_order.values()
     if order is None or order == "fro":
         order = 2.0
-    is_plain = dim is None and not keepdim and out is None and isinstance(order, int | float)
-    if not is_plain or order <= 0 or type(gradient) is not ShardedGradient:
+    if dim is not None or keepdim or out is not None:
+        return NotImplemented
+    if not isinstance(order, int | float) or order <= 0:
+        return NotImplemented
+    if type(gradient) is not ShardedGradient:
         return NotImplemented
     return gradient.family.target.norm(gradient, float(order), dtype)
 
 
 def _mul_(tensor: DTensor, factor: Any) -> Any:
     """Scale by a 0-d tensor, as clipping does for every gradient, without checks of the parts."""
-    if not isinstance(factor, torch.Tensor) or isinstance(factor, DTensor) or factor.ndim:
+    if not isinstance(factor, torch.Tensor) or isinstance(factor, DTensor):
+        return NotImplemented
+    if factor.ndim:
         return NotImplemented
     tensor._local_tensor.mul_(factor)
     return tensor
 
 
 def _unscale_(
-    gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+    gradients: Sequence[torch.Tensor],
+    found_inf: torch.Tensor,
+    inverse_scale: torch.Tensor,
 ) -> Any:
     """Unscale for ``torch.amp.GradScaler``, and share an overflow on any rank with all ranks."""
     sharded = [gradient for gradient in gradients if type(gradient) is ShardedGradient]
@@ -267,8 +298,9 @@ def _unscale_(
         return NotImplemented
     shards = attributes(sharded, "_local_tensor") + plain
     torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inverse_scale)
-    groups = dict.fromkeys(concatenated(attributes(sharded, "norm_group.target.groups")))
-    all_reduce_over(found_inf, list(groups), dist.ReduceOp.MAX)
+    groups = concatenated(attributes(sharded, "norm_group.target.groups"))
+    distinct = list(dict.fromkeys(groups))
+    all_reduce_over(found_inf, distinct, dist.ReduceOp.MAX)
     return None
 
 

@@ -59,43 +59,62 @@ class ShardedParam:
         mesh: the mesh of its DTensors.
     """
 
-    def __init__(self, group: ParamGroup, index: int, mesh: ParameterMesh):
+    def __init__(
+        self,
+        group: ParamGroup,
+        index: int,
+        mesh: ParameterMesh,
+    ):
         self.group = group
         self.index = index
         self.name = group.names[index]
         axes = mesh.axes
         layout = group.layout
         # This rank has a slice of the whole tensor, and owns a flat range of that slice.
-        self.flat_range = layout.owned(index, group.rank)
-        self.slice = TensorSlice.of_parameter(
-            group.parameters[index], self.flat_range.shape, axes.tensor
+        flat_range = layout.owned(index, group.rank)
+        tensor_slice = TensorSlice.of_parameter(
+            group.parameters[index],
+            local=flat_range.shape,
+            axis=axes.tensor,
         )
+        self.flat_range = flat_range
+        self.slice = tensor_slice
         self.kind = mesh.kind
         self._mesh = mesh.mesh
         self.norm_group = mesh.norm_group_of_slices
-        if self.slice.dim is None:
+        if tensor_slice.dim is None:
             self.norm_group = mesh.norm_group_of_copies
         start = layout.positions[index].start
         replicas: tuple[dist.ProcessGroup, ...] = ()
         if axes.outer is not None:
             replicas = (axes.outer.get_group(),)
         self._part = TensorPart(
-            self.slice.shape,
-            self.slice.chunks(self.flat_range),
-            is_flat=not self.flat_range.by_rows,
+            tensor_slice.shape,
+            tensor_slice.chunks(flat_range),
+            is_flat=not flat_range.by_rows,
             # With the mesh, these determine the part of every rank.
-            key=(self.slice.shape, self.slice.dim, start, layout.shard_size, layout.world_size),
+            key=(
+                tensor_slice.shape,
+                tensor_slice.dim,
+                start,
+                layout.shard_size,
+                layout.world_size,
+            ),
             replicas=replicas,
         )
         self._optimizer_part = self._part
-        if not self.slice.shape:
+        if not tensor_slice.shape:
             # To the optimizer, a scalar is a vector of one element, which can be sharded.
-            element = TensorPart.all_or_nothing((1,), has_all=self.flat_range.numel > 0)
-            self._optimizer_part = replace(self._part, shape=(1,), chunks=element.chunks)
+            element = TensorPart.all_or_nothing((1,), has_all=flat_range.numel > 0)
+            self._optimizer_part = replace(
+                self._part,
+                shape=element.shape,
+                chunks=element.chunks,
+            )
         data: Placement = Replicate()
         if group.strategy.shards_optimizer:
             data = UnevenShard(self._optimizer_part)
-        self._placements = self.slice.placements(axes.tensor, mesh.mesh.ndim, data)
+        self._placements = tensor_slice.placements(axes.tensor, mesh.mesh.ndim, data)
         self.parameter = self.over(group.main_view(index))
         self.parameter.requires_grad_(group.requires_grad)
         self.parameter._is_param = True  # torch's mark, so that it is an nn.Parameter
@@ -110,11 +129,12 @@ class ShardedParam:
 
     def gradient(self, flat: torch.Tensor, family: GradientFamily) -> ShardedGradient:
         """Return a DTensor over this parameter's gradient in ``flat``, the shard of its group."""
-        shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
+        group = self.group
+        shard = shard_view(flat, group.layout, self.index, group.rank)
         gradient = self._over(ShardedGradient, shard)
         gradient.norm_group = ProcessLink(self.norm_group)
         gradient.family = ProcessLink(family)
-        gradient.memory = ProcessLink(self.group.memory)
+        gradient.memory = ProcessLink(group.memory)
         return gradient
 
     def over(self, local: torch.Tensor) -> UnevenDTensor:
@@ -126,24 +146,43 @@ class ShardedParam:
         shard = self.local_shard(value).to(self.parameter.device)
         return self.over(copied(shard))
 
-    def _over(self, dtensor_class: type[AnyUneven], local: torch.Tensor) -> AnyUneven:
+    def _over(
+        self,
+        dtensor_class: type[AnyUneven],
+        local: torch.Tensor,
+    ) -> AnyUneven:
         part = self._optimizer_part
-        dtensor = wrap_local(dtensor_class, local, self._mesh, self._placements, part.shape)
+        dtensor = wrap_local(
+            dtensor_class,
+            local,
+            mesh=self._mesh,
+            placements=self._placements,
+            shape=part.shape,
+        )
         dtensor.part = part
         return dtensor
 
     # ---- checkpoints
 
-    def checkpoint_tensor(self, value: DTensor | None = None, with_chunks: bool = True) -> DTensor:
+    def checkpoint_tensor(
+        self,
+        value: DTensor | None = None,
+        with_chunks: bool = True,
+    ) -> DTensor:
         """Return ``value``, by default the main weight, as torch's checkpoint expects it."""
         source = value
         if source is None:
             source = self.parameter
-        tensor = self._in_checkpoint(source._local_tensor.detach(), self._part, with_chunks)
+        local = source._local_tensor.detach()
+        tensor = self._in_checkpoint(local, self._part, with_chunks)
         tensor.on_write = getattr(source, "on_write", None)
         return tensor
 
-    def checkpoint_tensors(self, count: int, value: DTensor | None = None) -> list[DTensor]:
+    def checkpoint_tensors(
+        self,
+        count: int,
+        value: DTensor | None = None,
+    ) -> list[DTensor]:
         """Cut a tensor along dim 0 into ``count`` equal entries of a checkpoint.
 
         Args:
@@ -156,7 +195,8 @@ class ShardedParam:
             value = self.parameter
         # With a count of 2, a weight of shape (8, 3) becomes two of shape (4, 3). The second of two
         # tensor-parallel ranks starts at row 4 of the weight, and at row 4 / 2 = 2 of either.
-        shape = (self.slice.shape[0] // count, *self.slice.shape[1:])
+        num_rows, *row_shape = self.slice.shape
+        shape = (num_rows // count, *row_shape)
         start = self.slice.start
         if self.slice.dim == 0:
             start = start // count
@@ -166,12 +206,20 @@ class ShardedParam:
         flat_parts = flat.split([flat_range.numel for flat_range in ranges])
         tensors: list[DTensor] = []
         for flat_range, flat_part in zip(ranges, flat_parts):
-            part = TensorPart(shape, entry_slice.chunks(flat_range), not flat_range.by_rows)
-            tensors.append(self._in_checkpoint(flat_part.view(flat_range.local_shape), part))
+            part = TensorPart(
+                shape,
+                entry_slice.chunks(flat_range),
+                is_flat=not flat_range.by_rows,
+            )
+            local = flat_part.view(flat_range.local_shape)
+            tensors.append(self._in_checkpoint(local, part))
         return tensors
 
     def _in_checkpoint(
-        self, local: torch.Tensor, part: TensorPart, with_chunks: bool = True
+        self,
+        local: torch.Tensor,
+        part: TensorPart,
+        with_chunks: bool = True,
     ) -> UnevenDTensor:
         placements = self._placements
         if not part.shape:  # torch has no sharded scalars
@@ -199,9 +247,10 @@ class ShardedParam:
         """
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{self.name}: expects a tensor but got {type(value).__name__}")
-        if tuple(value.shape) not in (self.slice.shape, self.slice.shape or (1,)):
+        shape = self.slice.shape
+        if tuple(value.shape) not in (shape, shape or (1,)):
             raise ValueError(
-                f"{self.name}: expects shape {tuple(self.slice.shape)} but got {tuple(value.shape)}"
+                f"{self.name}: expects shape {tuple(shape)} but got {tuple(value.shape)}"
             )
         if isinstance(value, DTensor):
             local = value._local_tensor
@@ -212,8 +261,10 @@ class ShardedParam:
                 # Of the tensor-parallel model before sharding: the slice of this rank.
                 return self._shard_of_slice(local)
             value = value.full_tensor()  # torch has divided it
-        if self.slice.dim is not None:
-            value = self.slice.of(value, self.flat_range.shape[self.slice.dim])
+        dim = self.slice.dim
+        if dim is not None:
+            size = self.flat_range.shape[dim]
+            value = self.slice.of(value, size)
         return self._shard_of_slice(value)
 
     def _has_own_part(self, value: DTensor) -> bool:
@@ -224,7 +275,9 @@ class ShardedParam:
         """
         part = part_of(value)
         local = value._local_tensor
-        if part is None or not (part.key or isinstance(local, ChunkedTensor)):
+        if part is None:
+            return False
+        if not part.key and not isinstance(local, ChunkedTensor):
             return False
         fits = part.chunks == self._part.chunks
         if part.key:  # keys give the same answer on every rank
@@ -241,11 +294,13 @@ class ShardedParam:
         """Return this rank's shard of its slice of a tensor, without a graph."""
         start = self.flat_range.start
         stop = self.flat_range.stop
+        local_shape = self.flat_range.local_shape
         value = value.detach()
         if not hasattr(value, "__tensor_flatten__"):
-            return value.reshape(-1)[start:stop].view(self.flat_range.local_shape)
+            elements = value.reshape(-1)[start:stop]
+            return elements.view(local_shape)
         if start == stop:
-            return torch.empty(self.flat_range.local_shape, device=value.device)
+            return torch.empty(local_shape, device=value.device)
         row = row_size(value.shape)
         return value[start // row : stop // row]  # quantized state
 

@@ -59,7 +59,12 @@ class TensorPart:
         return sum(prod(sizes) for _, sizes in self.chunks)
 
     @classmethod
-    def all_or_nothing(cls, shape: Shape, has_all: bool, key: Hashable = None) -> TensorPart:
+    def all_or_nothing(
+        cls,
+        shape: Shape,
+        has_all: bool,
+        key: Hashable = None,
+    ) -> TensorPart:
         """Return the part of a rank that has the whole tensor, or of one that has none of it.
 
         Args:
@@ -67,8 +72,11 @@ class TensorPart:
             has_all: True on a rank with the whole tensor.
             key: the part's ``key``, the same on all ranks.
         """
-        whole = (0,) * len(shape), shape
-        return cls(shape, chunks=(whole,) if has_all else (), key=key)
+        chunks: tuple[Chunk, ...] = ()
+        if has_all:
+            origin = (0,) * len(shape)
+            chunks = ((origin, shape),)
+        return cls(shape, chunks, key=key)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of this part of ``whole``, flat."""
@@ -93,7 +101,10 @@ class TensorSlice(NamedTuple):
 
     @classmethod
     def of_parameter(
-        cls, parameter: nn.Parameter, local: Shape, axis: DeviceMesh | None
+        cls,
+        parameter: nn.Parameter,
+        local: Shape,
+        axis: DeviceMesh | None,
     ) -> TensorSlice:
         """Return the slice of a parameter that this rank has.
 
@@ -109,17 +120,27 @@ class TensorSlice(NamedTuple):
             (placement,) = parameter.placements
             if not isinstance(placement, Shard):
                 return cls(local)
-            _, start = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
+            _, offsets = compute_local_shape_and_global_offset(
+                parameter.shape,
+                parameter.device_mesh,
+                parameter.placements,
             )
-            return cls(tuple(parameter.shape), placement.dim, start[placement.dim])
-        dim = get_mcore_tensor_parallel_partition_dim(parameter)
-        if dim is None:
+            dim = placement.dim
+            return cls(tuple(parameter.shape), dim, offsets[dim])
+        partition_dim = get_mcore_tensor_parallel_partition_dim(parameter)
+        if partition_dim is None:
             return cls(local)
-        shape = replaced(local, dim, local[dim] * axis.size())
-        return cls(shape, dim, local[dim] * axis.get_local_rank())
+        size = local[partition_dim]
+        shape = replaced(local, partition_dim, size * axis.size())
+        start = size * axis.get_local_rank()
+        return cls(shape, partition_dim, start)
 
-    def placements(self, axis: DeviceMesh | None, ndim: int, data: Placement) -> list[Placement]:
+    def placements(
+        self,
+        axis: DeviceMesh | None,
+        ndim: int,
+        data: Placement,
+    ) -> list[Placement]:
         """List the placements of a DTensor on the mesh of a model.
 
         Args:
@@ -129,7 +150,9 @@ class TensorSlice(NamedTuple):
         """
         placements = [data] * ndim
         if axis is not None:
-            placements[0] = Replicate() if self.dim is None else Shard(self.dim)
+            placements[0] = Replicate()
+            if self.dim is not None:
+                placements[0] = Shard(self.dim)
         return placements
 
     def chunks(self, flat_range: FlatRange) -> tuple[Chunk, ...]:
@@ -141,7 +164,8 @@ class TensorSlice(NamedTuple):
             return tuple(flat_range.chunks())
         chunks = []
         for offsets, sizes in flat_range.chunks():
-            chunks.append((replaced(offsets, dim, offsets[dim] + self.start), sizes))
+            start = offsets[dim] + self.start
+            chunks.append((replaced(offsets, dim, start), sizes))
         return tuple(chunks)
 
     def of(self, whole: torch.Tensor, size: int) -> torch.Tensor:
@@ -189,15 +213,21 @@ class ChunkedTensor(torch.Tensor):
         if not self.numel():
             return self  # a part of equal size may have elements
         whole = src._base
-        if whole is not None and whole.shape == self.part.shape and src.stride() == whole.stride():
-            src = self.part.of(whole.detach()).view(self.shape)
+        if whole is not None and whole.shape == self.part.shape:
+            is_view_of_whole = src.stride() == whole.stride()
+            if is_view_of_whole:
+                src = self.part.of(whole.detach()).view(self.shape)
         super().copy_(src, non_blocking)
         return self
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         chunks = []
         for offsets, sizes in self.part.chunks:
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            chunk = ChunkStorageMetadata(
+                offsets=torch.Size(offsets),
+                sizes=torch.Size(sizes),
+            )
+            chunks.append(chunk)
         return chunks
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
@@ -205,13 +235,23 @@ class ChunkedTensor(torch.Tensor):
         size = torch.Size(self.part.shape)
         items = []
         for chunk in ChunkedTensor.__create_chunk_list__(self):
-            data = TensorWriteData(chunk=chunk, properties=properties, size=size)
-            index = MetadataIndex(fqn, chunk.offsets)
-            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+            data = TensorWriteData(
+                chunk=chunk,
+                properties=properties,
+                size=size,
+            )
+            item = WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=data,
+            )
+            items.append(item)
         return items
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        wanted = None if index.offset is None else tuple(index.offset)
+        wanted: Shape | None = None
+        if index.offset is not None:
+            wanted = tuple(index.offset)
         local = self.detach()
         start = 0
         for offsets, sizes in self.part.chunks:
@@ -247,7 +287,9 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.clone()
     names, context = tensor.__tensor_flatten__()
-    inside = {name: getattr(tensor, name).clone() for name in names}
+    inside = {}
+    for name in names:
+        inside[name] = getattr(tensor, name).clone()
     kind: Any = type(tensor)
     return cast(torch.Tensor, kind.__tensor_unflatten__(inside, context))
 
@@ -260,7 +302,10 @@ _prepare_global_plan = HuggingFaceStorageWriter.prepare_global_plan
 
 
 @wraps(_prepare_global_plan)
-def _refuse_lost_blocks(writer: HuggingFaceStorageWriter, plans: list[SavePlan]) -> list[SavePlan]:
+def _refuse_lost_blocks(
+    writer: HuggingFaceStorageWriter,
+    plans: list[SavePlan],
+) -> list[SavePlan]:
     # Of a flat range of elements, which is several blocks, the writer would keep the last one.
     lost: set[str] = set()
     for plan in plans:
@@ -288,14 +333,16 @@ HuggingFaceStorageWriter.prepare_global_plan = _refuse_lost_blocks  # type: igno
 
 def part_of(dtensor: DTensor) -> TensorPart | None:
     """Return the part that a rank has of a DTensor; None, on all ranks alike, if not known."""
-    local = dtensor._local_tensor
     part: TensorPart | None = getattr(dtensor, "part", None)
-    if part is None and isinstance(local, ChunkedTensor):
-        part = local.part
+    if part is not None:
+        return part
+    local = dtensor._local_tensor
+    if isinstance(local, ChunkedTensor):
+        return local.part
     shape = tuple(dtensor.shape)
-    if part is None and (not shape or is_replicated(dtensor)):
-        part = TensorPart.all_or_nothing(shape, has_all=local.numel() > 0)
-    return part
+    if shape and not is_replicated(dtensor):
+        return None
+    return TensorPart.all_or_nothing(shape, has_all=local.numel() > 0)
 
 
 def wrap_local(
@@ -319,14 +366,18 @@ def wrap_local(
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     # torch cannot copy or save a wrapper created with a storage offset, which a view may have.
-    first = local if hasattr(local, "__tensor_flatten__") else local.new_empty(0)
+    first = local
+    if not hasattr(local, "__tensor_flatten__"):
+        first = local.new_empty(0)
     result = dtensor_class(first, spec, requires_grad=False)
     result._local_tensor = local
     return result
 
 
 def divided_like(
-    pattern: DTensor, local: torch.Tensor, dtensor_class: type[AnyDTensor]
+    pattern: DTensor,
+    local: torch.Tensor,
+    dtensor_class: type[AnyDTensor],
 ) -> AnyDTensor:
     """Return a DTensor that is divided like another one.
 
@@ -336,13 +387,21 @@ def divided_like(
         dtensor_class: the class of the result.
     """
     result = wrap_local(
-        dtensor_class, local, pattern.device_mesh, pattern.placements, pattern.shape
+        dtensor_class,
+        local,
+        mesh=pattern.device_mesh,
+        placements=pattern.placements,
+        shape=pattern.shape,
     )
     result.part = getattr(pattern, "part", None)  # type: ignore[attr-defined]
     return result
 
 
-def own_part(pattern: DTensor, whole: torch.Tensor, dtensor_class: type[AnyDTensor]) -> AnyDTensor:
+def own_part(
+    pattern: DTensor,
+    whole: torch.Tensor,
+    dtensor_class: type[AnyDTensor],
+) -> AnyDTensor:
     """Copy this rank's part of a whole tensor into a DTensor that is divided like another one.
 
     Args:
@@ -352,7 +411,8 @@ def own_part(pattern: DTensor, whole: torch.Tensor, dtensor_class: type[AnyDTens
     """
     part = part_of(pattern)
     assert part is not None  # checked by the caller
-    local = part.of(whole.expand(pattern.shape)).view(pattern._local_tensor.shape)
+    elements = part.of(whole.expand(pattern.shape))
+    local = elements.view(pattern._local_tensor.shape)
     return divided_like(pattern, local, dtensor_class)
 
 
@@ -384,7 +444,8 @@ _watched_bytes: list[int] | None = None
 def gathered_bytes() -> Iterator[list[int]]:
     """List the bytes of each whole tensor that is gathered inside the context."""
     global _watched_bytes
-    before, _watched_bytes = _watched_bytes, []
+    before = _watched_bytes
+    _watched_bytes = []
     try:
         yield _watched_bytes
     finally:
@@ -403,7 +464,10 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     local = dtensor._local_tensor.detach()
     if hasattr(local, "__tensor_flatten__"):  # of quantized state, where the rank has any
         local = local.dequantize().to(dtensor.dtype)
-    sharded_dims = {placement.dim for placement in placements if isinstance(placement, Shard)}
+    sharded_dims = set()
+    for placement in placements:
+        if isinstance(placement, Shard):
+            sharded_dims.add(placement.dim)
     later_dims = sorted(sharded_dims - {0})
     if len(later_dims) > 1 or not is_sharded_or_replicated(placements):
         # torch gathers, which expects equal parts.
@@ -419,10 +483,11 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     for axis in reversed(axes):
         flat = torch.cat(all_gather_uneven(flat, mesh.get_group(axis)))
     for dim in later_dims:
+        any_size = replaced(tuple(shape), dim, -1)
         for axis in reversed(axes_of(placements, dim)):
             shards = all_gather_uneven(flat, mesh.get_group(axis))
-            any_size = replaced(tuple(shape), dim, -1)
-            flat = torch.cat([shard.view(any_size) for shard in shards], dim).reshape(-1)
+            views = [shard.view(any_size) for shard in shards]
+            flat = torch.cat(views, dim).reshape(-1)
     if flat.numel() != shape.numel() and shape:
         raise ValueError(
             f"the parts of all ranks have {flat.numel()} elements, but shape {tuple(shape)} has"

@@ -22,6 +22,7 @@ from megatron.fsdp.dtensor.tensor_part import (
     TensorPart,
     as_chunked_tensor,
     copied,
+    divided_like,
     full_tensor,
     part_of,
     wrap_local,
@@ -61,7 +62,12 @@ class UnevenDTensor(FunctionsOfTorch, DTensor):
     replacements: ClassVar[Mapping[Function, Function]] = {}
 
     @classmethod
-    def call(cls, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call(
+        cls,
+        func: Function,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Call a replacement of a function of torch, or operate on local or on whole tensors.
 
         Args:
@@ -107,7 +113,11 @@ class UnevenDTensor(FunctionsOfTorch, DTensor):
             f"{local.as_subclass(torch.Tensor)})"
         )
 
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    def to_local(
+        self,
+        *,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> torch.Tensor:
         """Return this rank's elements; see :meth:`ChunkedTensor.copy_` for those of a parameter."""
         if isinstance(self, nn.Parameter) and not torch.is_grad_enabled() and part_of(self):
             chunked = self._with_chunks()
@@ -140,7 +150,11 @@ class UnevenDTensor(FunctionsOfTorch, DTensor):
 
     # ---- whole tensors
 
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    def full_tensor(
+        self,
+        *,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> torch.Tensor:
         """Gather the whole tensor on every rank; a collective. Gradients do not flow through it."""
         return full_tensor(self)
 
@@ -168,7 +182,13 @@ class UnevenDTensor(FunctionsOfTorch, DTensor):
         if are_own and wanted == tuple(self.placements) and self.shape:
             return self
         whole = full_tensor(self)
-        replicated = wrap_local(DTensor, whole, self.device_mesh, everywhere, self.shape)
+        replicated = wrap_local(
+            DTensor,
+            whole,
+            mesh=self.device_mesh,
+            placements=everywhere,
+            shape=self.shape,
+        )
         return replicated.redistribute(placements=wanted, **options)
 
     # ---- copies
@@ -182,8 +202,7 @@ class UnevenDTensor(FunctionsOfTorch, DTensor):
             if local.requires_grad:
                 local = local.detach()
             local = copy.deepcopy(local, memo)
-        result = dtensor_over(local, self.device_mesh, self.placements, self.shape)
-        result.part = self.part
+        result = divided_like(self, local, UnevenDTensor)
         if isinstance(self, nn.Parameter):
             result._is_param = True
         result.requires_grad_(self.requires_grad)
@@ -242,7 +261,12 @@ def _assign(dtensor: UnevenDTensor, value: torch.Tensor) -> None:
             f" tensor of shape {tuple(value.shape)}: assign one of the same shape"
         )
     # Not `dtensor.copy_(value)`, which would not reach `__torch_function__` from inside of it.
-    operate(torch.Tensor.copy_, (dtensor, value), {}, UnevenDTensor)
+    operate(
+        torch.Tensor.copy_,
+        args=(dtensor, value),
+        kwargs={},
+        dtensor_class=UnevenDTensor,
+    )
 
 
 _from_local = DTensor.from_local
@@ -270,7 +294,8 @@ def _from_local_part(
             "DTensor.from_local of a part of a sharded tensor has no backward: detach the local"
             " tensor, or compute with the sharded tensor itself"
         )
-    dtensor = dtensor_over(local_tensor.detach(), device_mesh, placements, part.shape)
+    local = local_tensor.detach()
+    dtensor = dtensor_over(local, device_mesh, placements, part.shape)
     dtensor.part = part
     dtensor.requires_grad_(local_tensor.requires_grad)
     return dtensor
@@ -281,7 +306,10 @@ DTensor.from_local = staticmethod(_from_local_part)  # type: ignore[method-assig
 
 
 def dtensor_over(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
 ) -> UnevenDTensor:
     """Return an uneven DTensor over a local tensor of any size, whose storage it shares.
 

@@ -39,11 +39,14 @@ class UnevenShard(Shard):
         mesh_dim: int,
         current_logical_shape: Sequence[Any],
     ) -> torch.Tensor:
-        flat = torch.cat(all_gather_uneven(local_tensor.reshape(-1), mesh.get_group(mesh_dim)))
+        group = mesh.get_group(mesh_dim)
+        parts = all_gather_uneven(local_tensor.reshape(-1), group)
+        flat = torch.cat(parts)
+        shape = tuple(current_logical_shape)
         # Between two axes that divide dim 0, parts need not be whole rows.
-        if flat.numel() == prod(current_logical_shape):
-            return flat.view(tuple(current_logical_shape))
-        return flat
+        if flat.numel() != prod(shape):
+            return flat
+        return flat.view(shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnevenShard:
         return self
@@ -74,7 +77,9 @@ class ScalarOfOneRank(Replicate):
 
 def part_in(placements: Sequence[Any] | None) -> TensorPart | None:
     """Return the part that placements contain, or None."""
-    for placement in placements or ():
+    if placements is None:
+        return None
+    for placement in placements:
         if isinstance(placement, UnevenShard | ScalarOfOneRank):
             return placement.part
     return None

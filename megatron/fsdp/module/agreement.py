@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -15,17 +15,23 @@ from megatron.fsdp.config.problems import refuse_differences
 from megatron.fsdp.config.settings import Settings
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ParameterKind
-from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module.trainability import Trainability
-from megatron.fsdp.module.unit_choice import belongs_to_expert
+from megatron.fsdp.module.unit_choice import (
+    ParameterKinds,
+    ParametersOfUnits,
+    belongs_to_expert,
+)
+
+# Types of an optimizer's settings that ranks compare.
+_COMPARED_TYPES = (bool, int, float, str, tuple, type(None))
 
 _num_models: Counter[tuple[int, ...]] = Counter()  # models that these ranks have sharded
 
 
 def check_agreement(
     settings: Settings,
-    parameters_of: dict[Unit, dict[str, nn.Parameter]],
-    kinds: Mapping[str, ParameterKind],
+    parameters_of: ParametersOfUnits,
+    kinds: ParameterKinds,
     buffers: dict[str, torch.Tensor],
 ) -> None:
     """Check that all ranks shard the same model by the same settings; a collective.
@@ -41,16 +47,24 @@ def check_agreement(
     """
     # Ranks that differ would wait for each other forever.
     values: dict[str, object] = {"Settings.precision": settings.precision}
-    for setting in (settings.strategy, settings.gradients, settings.overlap, settings.memory):
+    compared = (
+        settings.strategy,
+        settings.gradients,
+        settings.overlap,
+        settings.memory,
+    )
+    for setting in compared:
         for field in fields(setting):
             if field.name not in ("device", "ignored"):
                 name = f"{type(setting).__name__}.{field.name}"
                 values[name] = getattr(setting, field.name)
-    values["the list of units"] = ", ".join(unit.name or "the model" for unit in parameters_of)
+    unit_names = [unit.name or "the model" for unit in parameters_of]
+    values["the list of units"] = ", ".join(unit_names)
     num_parameters = 0
     for parameters in parameters_of.values():
         for name, parameter in parameters.items():
-            values[f"parameter {num_parameters}"] = f"{name} {_description(parameter, kinds[name])}"
+            description = _description(parameter, kinds[name])
+            values[f"parameter {num_parameters}"] = f"{name} {description}"
             num_parameters += 1
     values["the number of parameters"] = num_parameters
     for number, (name, buffer) in enumerate(buffers.items()):
@@ -61,7 +75,10 @@ def check_agreement(
 
 def _description(parameter: nn.Parameter, kind: ParameterKind) -> str:
     text = f"{tuple(parameter.shape)} {parameter.dtype}"
-    text += " trainable" if parameter.requires_grad else " frozen"
+    if parameter.requires_grad:
+        text += " trainable"
+    else:
+        text += " frozen"
     if parameter.is_meta:
         text += " on meta"
     if kind is not ParameterKind.DENSE:
@@ -96,14 +113,14 @@ def compared_settings(
         f"the number of param groups of {which}": len(optimizer.param_groups),
     }
     settings = getattr(optimizer, "defaults", {})  # optimizers of other packages may have none
-    for number, (group, names_of_group) in enumerate(zip(optimizer.param_groups, names)):
+    for number, group in enumerate(optimizer.param_groups):
         of_group = f"of param group {number} of {which}"
-        values[f"the list of parameters {of_group}"] = ", ".join(names_of_group)
+        values[f"the list of parameters {of_group}"] = ", ".join(names[number])
         for name in settings.keys() & group.keys():  # others are notes of the program
             value = group[name]
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
-            if value is None or isinstance(value, bool | int | float | str | tuple):
+            if isinstance(value, _COMPARED_TYPES):
                 values[f"{name} {of_group}"] = value
     return values
 
@@ -120,14 +137,20 @@ def names_on_all_ranks(
         module: the module, before it is sharded.
         settings: with the mesh of experts, if they have one.
     """
-    has_expert_mesh = settings.mesh is not None and settings.checked_mesh.expert is not None
+    mesh = settings.mesh
+    has_expert_mesh = mesh is not None and mesh.expert is not None
     name_of: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters():
-        if not (has_expert_mesh and belongs_to_expert(name, parameter)):
-            name_of[parameter] = name
+        if has_expert_mesh and belongs_to_expert(name, parameter):
+            continue
+        name_of[parameter] = name
     names = []
     for group in optimizer.param_groups:
-        names.append([name_of[parameter] for parameter in group["params"] if parameter in name_of])
+        names_of_group = []
+        for parameter in group["params"]:
+            if parameter in name_of:
+                names_of_group.append(name_of[parameter])
+        names.append(names_of_group)
     return names
 
 
@@ -174,9 +197,12 @@ class FreezingAgreement:
         self._num_seen = self.trainability.num_changes
         flags = self._flags()
         # A rank that trains nothing reduces nothing: it may be alone, with a gradient of inputs.
-        if hash(flags) in self._agreed or not any(flags) or len(self._ranks) == 1:
+        if not any(flags) or len(self._ranks) == 1:
             return
-        different = self._exchange("".join("01"[flag] for flag in flags))
+        if hash(flags) in self._agreed:
+            return
+        digits = ["01"[flag] for flag in flags]
+        different = self._exchange("".join(digits))
         if different:
             raise RuntimeError(
                 "all ranks must freeze and thaw the same parameters, before the same backward:"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,10 +16,18 @@ from megatron.fsdp.backends.gloo_messages import GlooMessages
 from megatron.fsdp.backends.host_memory import ShardMemoryChoice
 from megatron.fsdp.backends.memory_slots import EngineSlots
 from megatron.fsdp.backends.slot_memory import NcclMemory, allocate_slots
-from megatron.fsdp.config.meta_initialisation import Initialiser, initialisation_parts, materialize
+from megatron.fsdp.config.meta_initialisation import (
+    Initialiser,
+    initialisation_parts,
+    materialize,
+)
 from megatron.fsdp.config.settings import Settings, resolve_unit_modules
 from megatron.fsdp.config.warnings_once import warn
-from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam, link
+from megatron.fsdp.dtensor.sharded_param import (
+    ParameterMesh,
+    ShardedParam,
+    link,
+)
 from megatron.fsdp.engine.buffer import Storage
 from megatron.fsdp.engine.collectives import Communicator, agree
 from megatron.fsdp.engine.device import Streams, streams_for
@@ -31,6 +39,9 @@ from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.module.agreement import check_agreement
 from megatron.fsdp.module.own_names import own_name
 from megatron.fsdp.module.unit_choice import (
+    NamedParameters,
+    ParameterKinds,
+    ParametersOfUnits,
     assign_parameters,
     belongs_to_expert,
     find_units,
@@ -42,7 +53,6 @@ from megatron.fsdp.quantized.tensor_subclasses import move, users_attributes
 from megatron.fsdp.quantized.transformer_engine_weights import replace_meta_weights
 
 ShardedParams = dict[nn.Parameter, ShardedParam]  # by the module's own parameters
-ParametersOfUnits = dict[Unit, dict[str, nn.Parameter]]  # by the names of parameters
 
 
 def shard_parameters(
@@ -69,7 +79,7 @@ def shard_parameters(
     ignored = settings.strategy.ignored | sharded_before
     move(module, settings.device, ignored)  # tensors on meta are allocated later
     units, parameters_of = _find_units(module, settings, ignored)
-    named: dict[str, nn.Parameter] = {}
+    named: NamedParameters = {}
     for parameters in parameters_of.values():
         named.update(parameters)
     kinds = kinds_of(
@@ -78,16 +88,37 @@ def shard_parameters(
         has_expert_mesh=settings.checked_mesh.expert is not None,
         has_embedding_strategy=settings.strategy.embedding_level is not None,
     )
-    check_agreement(settings, parameters_of, kinds, dict(module.named_buffers()))
+    buffers = dict(module.named_buffers())
+    check_agreement(settings, parameters_of, kinds, buffers)
     slots = _make_memory_slots(settings)
     numel = sum(parameter.numel() for parameter in named.values())
     if streams is None:
         streams = streams_for(settings.device)
-    sharder = Sharder(module, settings, slots=slots, numel=numel, streams=streams)
+    sharder = Sharder(
+        module,
+        settings,
+        slots=slots,
+        numel=numel,
+        streams=streams,
+    )
     sharded_params = sharder.shard(parameters_of, kinds, initialiser)
     if initialiser is not None:
         sharder.initialise(units, sharded_params, initialiser)
     sharder.broadcast_buffers(module)
+    by_compute = _linked_by_compute(sharded_params)
+    for unit in units:
+        for group in unit.groups:
+            if not group.is_readable:
+                group.guard.close()
+    return units, by_compute, slots
+
+
+def _linked_by_compute(sharded_params: ShardedParams) -> ShardedParams:
+    """Link parameters to their sharded ones, and return these by their compute parameters.
+
+    Args:
+        sharded_params: the sharded parameters, by the parameters that were given.
+    """
     by_compute: ShardedParams = {}
     for given, sharded_param in sharded_params.items():
         if given is not sharded_param.compute:  # optimizers have the one that was given
@@ -97,11 +128,7 @@ def shard_parameters(
             setattr(sharded_param.parameter, name, value)
         link(sharded_param.parameter, sharded_param)
         by_compute[sharded_param.compute] = sharded_param
-    for unit in units:
-        for group in unit.groups:
-            if not group.is_readable:
-                group.guard.close()
-    return units, by_compute, slots
+    return by_compute
 
 
 def _find_units(
@@ -117,10 +144,11 @@ def _find_units(
         units = find_units(module, unit_modules, strategy.fine_grained, ignored)
     parameters_of: ParametersOfUnits = {}
     for unit, parameters in assign_parameters(units).items():
-        parameters_of[unit] = {}
+        sharded: NamedParameters = {}
         for name, parameter in parameters.items():
             if parameter not in ignored:
-                parameters_of[unit][own_name(name)] = parameter
+                sharded[own_name(name)] = parameter
+        parameters_of[unit] = sharded
     if not strategy.fine_grained:
         merge_small_units(units, parameters_of, settings.overlap.prefetch_bytes)
     for unit in parameters_of:
@@ -146,7 +174,8 @@ class GroupKey(NamedTuple):
 
 
 def names_of_groups(
-    parameters: dict[str, nn.Parameter], kinds: Mapping[str, ParameterKind]
+    parameters: NamedParameters,
+    kinds: ParameterKinds,
 ) -> dict[GroupKey, list[str]]:
     """Return the names of the parameters of each group of a unit.
 
@@ -158,12 +187,14 @@ def names_of_groups(
     for name, parameter in parameters.items():
         # A weight that pipeline stages share must be sharded alike on all of them, whatever else
         # is in their units.
-        is_alone = getattr(parameter, "shared_embedding", False)
+        alone = None
+        if getattr(parameter, "shared_embedding", False):
+            alone = name
         key = GroupKey(
             stored=stored_forms.form_of(parameter),
             trainable=parameter.requires_grad,
             kind=kinds[name],
-            alone=name if is_alone else None,
+            alone=alone,
         )
         names[key].append(name)
     return names
@@ -196,17 +227,21 @@ class Sharder:
         self._memory_choice = ShardMemoryChoice(settings.device, settings.offload, numel)
         self._has_expert_mesh = settings.checked_mesh.expert is not None
         dense = self._communicator(ParameterKind.DENSE)
-        self._communicators = {ParameterKind.DENSE: dense, ParameterKind.EMBEDDING: dense}
+        self._communicators = {
+            ParameterKind.DENSE: dense,
+            ParameterKind.EMBEDDING: dense,
+        }
         if self._has_expert_mesh:
-            self._communicators[ParameterKind.EXPERT] = self._communicator(ParameterKind.EXPERT)
+            experts = ParameterKind.EXPERT
+            self._communicators[experts] = self._communicator(experts)
         self._parameter_meshes: dict[ParameterKind, ParameterMesh] = {}
         for kind in self._communicators:
             self._parameter_meshes[kind] = self._parameter_mesh(kind)
 
     def shard(
         self,
-        parameters_of: dict[Unit, dict[str, nn.Parameter]],
-        kinds: Mapping[str, ParameterKind],
+        parameters_of: ParametersOfUnits,
+        kinds: ParameterKinds,
         initialiser: Initialiser | None,
     ) -> ShardedParams:
         """Create the groups of every unit, and move parameters into the buffers of their groups.
@@ -224,7 +259,11 @@ class Sharder:
         given: dict[nn.Parameter, nn.Parameter] = {}  # keys: those that initialisation put in place
         for unit, parameters in parameters_of.items():
             if initialiser is not None:
-                given |= replace_meta_weights(self._module, parameters, initialiser.initialise)
+                given |= replace_meta_weights(
+                    self._module,
+                    parameters,
+                    initialiser.initialise,
+                )
             for key, names in names_of_groups(parameters, kinds).items():
                 members = {name: parameters[name] for name in names}
                 group = self._make_group(key, members, unit.shown_name)
@@ -267,20 +306,24 @@ class Sharder:
                     changed.append(own_name(name))
         names = agree(changed, self._settings.checked_mesh.all_groups())
         if names:
-            warn("buffers differ between ranks, and become the first one's: %s", ", ".join(names))
+            warn(
+                "buffers differ between ranks, and become the first one's: %s",
+                ", ".join(names),
+            )
 
     def _has_experts(self, path: str, module: nn.Module) -> bool:
         """Return True if a module has experts inside: other ranks have other ones."""
         if not self._has_expert_mesh:
             return False
-        tensors: dict[str, Any] = dict(module.named_buffers(path, recurse=False))
+        tensors: dict[str, torch.Tensor] = {}
+        tensors.update(module.named_buffers(path, recurse=False))
         tensors.update(module.named_parameters(path))
         return any(belongs_to_expert(name, tensor) for name, tensor in tensors.items())
 
     def _make_group(
         self,
         key: GroupKey,
-        parameters: dict[str, nn.Parameter],
+        parameters: NamedParameters,
         unit_name: str,
     ) -> ParamGroup:
         settings = self._settings
@@ -341,21 +384,31 @@ class Sharder:
         axes = self._settings.checked_mesh.axes(kind)
         _, shards_outer = self._settings.strategy.of(kind)
         sliced, copied = self._norm_groups(axes, kind)
-        return ParameterMesh(kind, axes, axes.dtensor_mesh(shards_outer), sliced, copied)
+        return ParameterMesh(
+            kind,
+            axes,
+            mesh=axes.dtensor_mesh(shards_outer),
+            norm_group_of_slices=sliced,
+            norm_group_of_copies=copied,
+        )
 
-    def _norm_groups(self, axes: Axes, kind: ParameterKind) -> tuple[NormGroup, NormGroup]:
+    def _norm_groups(
+        self,
+        axes: Axes,
+        kind: ParameterKind,
+    ) -> tuple[NormGroup, NormGroup]:
         """Return the norm groups of tensor-parallel slices, and of copies."""
         level, shards_outer = self._settings.strategy.of(kind)
         dense = self._settings.checked_mesh.dense
-        data_groups = []
+        data_groups: tuple[dist.ProcessGroup, ...] = ()
         of_experts = kind is ParameterKind.EXPERT
         if level.shards_optimizer or of_experts:
             data_groups = self._data_groups(shards_outer)
-        groups = list(data_groups)
+        groups = data_groups
         if dense.tensor is not None:
-            groups.append(dense.tensor.get_group())
+            groups = (*groups, dense.tensor.get_group())
         if not of_experts:
-            return NormGroup(tuple(groups)), NormGroup(tuple(data_groups))
+            return NormGroup(groups), NormGroup(data_groups)
         # Other ranks own other experts of the same name. Norms are over all of them.
         copies = 1
         if not level.shards_optimizer:
@@ -363,21 +416,26 @@ class Sharder:
         tensor_copies = copies
         if axes.tensor is not None:
             tensor_copies *= axes.tensor.size()
-        return NormGroup(tuple(groups), copies), NormGroup(tuple(groups), tensor_copies)
+        of_slices = NormGroup(groups, copies)
+        of_copies = NormGroup(groups, tensor_copies)
+        return of_slices, of_copies
 
-    def _data_groups(self, shards_outer: bool) -> list[dist.ProcessGroup]:
+    def _data_groups(self, shards_outer: bool) -> tuple[dist.ProcessGroup, ...]:
         dense = self._settings.checked_mesh.dense
+        inner = dense.inner.get_group()
         if not shards_outer or dense.outer is None:
-            return [dense.inner.get_group()]
+            return (inner,)
         if dense.data_group is not None:  # then norms cost one collective
-            return [dense.data_group]
-        return [dense.inner.get_group(), dense.outer.get_group()]
+            return (dense.data_group,)
+        return inner, dense.outer.get_group()
 
 
 def _broadcast_buffer(buffer: Any, communicator: Communicator) -> bool:
     """Give a buffer the values of the first rank; return True if they differ on this rank."""
     local = local_tensor(buffer).detach()
-    if local.layout is not torch.strided or hasattr(local, "__tensor_flatten__"):
+    if local.layout is not torch.strided:
+        return False
+    if hasattr(local, "__tensor_flatten__"):
         return False
     # As bytes, because backends do not know all dtypes.
     values = local.contiguous().view(-1).view(torch.uint8)
@@ -400,11 +458,13 @@ def _make_memory_slots(settings: Settings) -> EngineSlots | None:
         return None
     if not memory.registers:
         return EngineSlots(memory, partial(allocate_slots, device))
-    meshes = [
-        settings.checked_mesh.dense,
-        settings.checked_mesh.expert or settings.checked_mesh.dense,
-    ]
+    mesh = settings.checked_mesh
+    meshes = [mesh.dense, mesh.expert or mesh.dense]
     groups = [axes.all_gather_group for axes in meshes]
     groups += [axes.inner.get_group() for axes in meshes]
-    nccl = NcclMemory(groups, device, is_symmetric=not memory.registers_locally)
+    nccl = NcclMemory(
+        groups,
+        device,
+        is_symmetric=not memory.registers_locally,
+    )
     return EngineSlots(memory, nccl.allocate, nccl)

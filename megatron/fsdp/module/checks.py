@@ -12,15 +12,28 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.backends.host_memory import problems_of_offload
 from megatron.fsdp.config.memory import problems_of_nccl
-from megatron.fsdp.config.meta_initialisation import Initialiser, problems_of_initialisation
+from megatron.fsdp.config.meta_initialisation import (
+    Initialiser,
+    problems_of_initialisation,
+)
 from megatron.fsdp.config.problems import Problems
-from megatron.fsdp.config.settings import ComputePrecision, Settings, Units, resolve_unit_modules
+from megatron.fsdp.config.settings import (
+    ComputePrecision,
+    Settings,
+    Units,
+    resolve_unit_modules,
+)
 from megatron.fsdp.config.warnings_once import IS_COMPUTE
 from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.module.unit_choice import belongs_to_expert, kinds_of
+from megatron.fsdp.module.unit_choice import (
+    NamedParameters,
+    ParameterKinds,
+    belongs_to_expert,
+    kinds_of,
+)
 from megatron.fsdp.quantized.stored_forms import Sharding, refuse_parameters
 
 
@@ -53,7 +66,7 @@ def check_all(
     if _is_sharded(module, sharded_before):
         problems.add("the module is sharded already")
         return
-    named: dict[str, nn.Parameter] = {}
+    named: NamedParameters = {}
     for name, parameter in module.named_parameters():
         if parameter not in ignored and parameter not in sharded_before:
             named[name] = parameter
@@ -91,8 +104,10 @@ def _problems_of_outer_axis(settings: Settings) -> Iterator[str]:
 
 
 def _kinds(
-    module: nn.Module, named: dict[str, nn.Parameter], settings: Settings
-) -> dict[str, ParameterKind]:
+    module: nn.Module,
+    named: NamedParameters,
+    settings: Settings,
+) -> ParameterKinds:
     mesh = settings.mesh
     return kinds_of(
         module,
@@ -105,16 +120,17 @@ def _kinds(
 def _is_sharded(module: nn.Module, sharded_before: Set[nn.Parameter]) -> bool:
     """Return True for a wrapper, and for the module inside one, which may be compiled."""
     for parameter in module.parameters():
-        is_new = parameter not in sharded_before
-        if is_new and (is_linked(parameter) or hasattr(parameter, IS_COMPUTE)):
+        if parameter in sharded_before:
+            continue
+        if is_linked(parameter) or hasattr(parameter, IS_COMPUTE):
             return True
     return False
 
 
 def _check_storage(
     problems: Problems,
-    named: dict[str, nn.Parameter],
-    kinds: dict[str, ParameterKind],
+    named: NamedParameters,
+    kinds: ParameterKinds,
     settings: Settings,
 ) -> None:
     """Add the reasons why parameters of a kind cannot be stored as they are."""
@@ -126,11 +142,17 @@ def _check_storage(
             uses_slots=settings.memory.uses_slots,
             has_tensor_axis=settings.mesh is not None and settings.mesh.tensor is not None,
         )
-        members = {name: named[name] for name in named if kinds[name] is kind}
+        members = {}
+        for name, parameter in named.items():
+            if kinds[name] is kind:
+                members[name] = parameter
         problems.check(refuse_parameters, members, sharding)
 
 
-def _refuse_casts_of_dtensors(named: dict[str, nn.Parameter], settings: Settings) -> None:
+def _refuse_casts_of_dtensors(
+    named: NamedParameters,
+    settings: Settings,
+) -> None:
     """Raise ``NotImplementedError`` for DTensors whose dtype would have to change in place."""
     precision = settings.precision
     if not isinstance(precision, ComputePrecision):
@@ -155,7 +177,7 @@ def _problems_of_units(module: nn.Module, units: Units) -> Iterator[str]:
         )
 
 
-def _problems_of_dtypes(parameters: dict[str, nn.Parameter]) -> Iterator[str]:
+def _problems_of_dtypes(parameters: NamedParameters) -> Iterator[str]:
     wrong = []
     for name, parameter in parameters.items():
         if parameter.requires_grad and not parameter.is_floating_point():
@@ -183,8 +205,8 @@ def _problems_of_kinds(kinds: set[ParameterKind], settings: Settings) -> Iterato
 
 
 def _problems_of_offload(
-    named: dict[str, nn.Parameter],
-    kinds: dict[str, ParameterKind],
+    named: NamedParameters,
+    kinds: ParameterKinds,
     settings: Settings,
     mesh: Mesh,
 ) -> Iterator[str]:
@@ -219,7 +241,9 @@ def _problems_of_first_values(
 
 def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:
     on_meta: list[str] = []
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    tensors: list[tuple[str, torch.Tensor]] = [*module.named_parameters()]
+    tensors += module.named_buffers()
+    for name, tensor in tensors:
         if tensor.is_meta:
             on_meta.append(name)
     if on_meta:
@@ -229,12 +253,13 @@ def _problems_of_meta_tensors(module: nn.Module) -> Iterator[str]:
         )
 
 
-def _problems_of_shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
+def _problems_of_shared_memory(named: NamedParameters) -> Iterator[str]:
     ranges = []
     for name, parameter in named.items():
         local = local_tensor(parameter)
-        is_plain = type(local.data) is torch.Tensor and local.layout is torch.strided
-        if not is_plain or local.is_meta or not local.numel() or not local.data_ptr():
+        if type(local.data) is not torch.Tensor or local.layout is not torch.strided:
+            continue
+        if local.is_meta or not local.numel() or not local.data_ptr():
             continue
         # Between the elements of a slice there may be those of another one.
         extent = 1  # elements from the first to the last
@@ -242,20 +267,28 @@ def _problems_of_shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
             extent += (size - 1) * stride
         if extent == local.numel():
             start = local.data_ptr()
-            ranges.append((str(local.device), start, start + local.nbytes, name))
+            stop = start + local.nbytes
+            ranges.append((str(local.device), start, stop, name))
     ranges.sort()
-    for (device, _, end, name), (other_device, start, _, other_name) in pairwise(ranges):
-        if device == other_device and start < end:
+    for before, after in pairwise(ranges):
+        device, _, stop, name = before
+        other_device, start, _, other_name = after
+        if device == other_device and start < stop:
             yield (
                 f"{name} and {other_name} overlap in memory, and would become parameters of their"
                 " own: to tie them, let both names be one nn.Parameter; otherwise clone one"
             )
 
 
-def _problems_of_devices(named: dict[str, nn.Parameter], settings: Settings) -> Iterator[str]:
+def _problems_of_devices(
+    named: NamedParameters,
+    settings: Settings,
+) -> Iterator[str]:
     device = settings.device
-    if device.type not in ("cpu", "meta") and not torch.get_device_module(device).is_available():
-        yield f"device {device}: this machine has none, or torch was built without it"
+    if device.type not in ("cpu", "meta"):
+        backend = torch.get_device_module(device)
+        if not backend.is_available():
+            yield f"device {device}: this machine has none, or torch was built without it"
     found = set()
     for parameter in named.values():
         if parameter.device.type not in ("cpu", "meta"):
@@ -268,7 +301,7 @@ def _problems_of_devices(named: dict[str, nn.Parameter], settings: Settings) -> 
         )
 
 
-def _problems_of_axes(named: dict[str, nn.Parameter], mesh: Mesh) -> Iterator[str]:
+def _problems_of_axes(named: NamedParameters, mesh: Mesh) -> Iterator[str]:
     """Yield problems of parameters that need an axis that the mesh does not have."""
     experts = []
     for name, parameter in named.items():

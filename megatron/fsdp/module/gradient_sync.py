@@ -92,7 +92,8 @@ class ShownGradients:
         if not self._gradients:
             for sharded_param in self.sharded_params:
                 self._gradients.append(sharded_param.gradient(flat, self._family))
-            self._no_values = shard.view_specs.views_of(torch.empty_like(flat, device="meta"))
+            no_values = torch.empty_like(flat, device="meta")
+            self._no_values = shard.view_specs.views_of(no_values)
         if self._flat is not flat:
             self._flat = flat
             set_each(self._gradients, "_local_tensor", shard.views())
@@ -129,13 +130,17 @@ class ShownGradients:
     def sum(self) -> torch.Tensor:
         """Return the sum of the gradients, on the device of compute."""
         assert self._flat is not None
-        return self._flat.sum(dtype=torch.float32).to(self.group.memory.device)
+        total = self._flat.sum(dtype=torch.float32)
+        return total.to(self.group.memory.device)
 
     def nonfinite(self) -> list[ShardedParam]:
         """Return the parameters whose gradient is NaN or Inf on this rank."""
         found = []
         for sharded_param, gradient in zip(self.sharded_params, self.shown()):
-            if gradient is not None and not torch.isfinite(local_tensor(gradient)).all():
+            if gradient is None:
+                continue
+            is_finite = torch.isfinite(local_tensor(gradient)).all()
+            if not is_finite:
                 found.append(sharded_param)
         return found
 
@@ -179,8 +184,9 @@ class GradientSync(StateOwner[ShownState]):
         self._num_changes = -1  # changes of what is frozen, up to the end of the last pass
         trainable: dict[ParamGroup, list[ShardedParam]] = {}
         for sharded_param in sharded_params:
-            if sharded_param.group.requires_grad:
-                trainable.setdefault(sharded_param.group, []).append(sharded_param)
+            group = sharded_param.group
+            if group.requires_grad:
+                trainable.setdefault(group, []).append(sharded_param)
                 note_hook: Callable[[], None] = partial(self._note_hook, sharded_param)
                 sharded_param.parameter.on_hook = ProcessLink(note_hook)
         self._attribute = GRAD
@@ -191,9 +197,10 @@ class GradientSync(StateOwner[ShownState]):
         # Gradients that are set aside for a pass: see [Note: hooks of parameters].
         self._grads_before_pass: dict[ShardedParam, torch.Tensor] = {}
         self._family = GradientFamily()
-        self._groups = [
-            ShownGradients(members, self._attribute, self._family) for members in trainable.values()
-        ]
+        self._groups: list[ShownGradients] = []
+        for members in trainable.values():
+            shown = ShownGradients(members, self._attribute, self._family)
+            self._groups.append(shown)
         self._forget_use()
 
     def __str__(self) -> str:
@@ -219,12 +226,14 @@ class GradientSync(StateOwner[ShownState]):
             return
         for shown in self._groups:
             present = indices_of_present(shown.shown())
-            if len(present) == len(shown.parameters):
+            num_parameters = len(shown.parameters)
+            if len(present) == num_parameters:
                 continue
             if not present:
                 self._drop_reduced(shown)
                 continue
-            for index in set(range(len(shown.parameters))).difference(present):
+            missing = set(range(num_parameters)).difference(present)
+            for index in missing:
                 shown.had_passes.discard(index)
                 clear_gradient_shard(shown.sharded_params[index])
         if self._hooked and self.state is ShownState.FINAL:
@@ -243,7 +252,8 @@ class GradientSync(StateOwner[ShownState]):
             self._num_changes = self._trainability.num_changes
             for shown in self._groups:
                 flags = read_flags(shown.parameters)
-                shown.had_passes.update(compress(range(len(flags)), flags))
+                trained = compress(range(len(flags)), flags)
+                shown.had_passes.update(trained)
         self._microbatches.end_pass()
         if self._hands_over:
             self.finish()
@@ -277,7 +287,9 @@ class GradientSync(StateOwner[ShownState]):
         self._trainability.sync_requires_grad()
         with torch.no_grad():
             for shown in self._groups:
-                shown.attach(shown.group.gradients.final_sum(not self._use_decoupled_grad))
+                gradients = shown.group.gradients
+                shard = gradients.final_sum(not self._use_decoupled_grad)
+                shown.attach(shard)
         self._set_family()
         self.change_state(state)
         if self._report_nonfinite is not None:
@@ -287,11 +299,13 @@ class GradientSync(StateOwner[ShownState]):
         # Parameters are checked only where the sum of a group is not finite. The sums are read
         # together, since the host waits for the device each time that it reads.
         found: list[ShardedParam] = []
-        if self._groups:
-            sums = torch.stack([shown.sum() for shown in self._groups])
-            for shown, is_finite in zip(self._groups, sums.isfinite().tolist()):
-                if not is_finite:
-                    found += shown.nonfinite()
+        if not self._groups:
+            return found
+        sums = torch.stack([shown.sum() for shown in self._groups])
+        are_finite = sums.isfinite().tolist()
+        for shown, is_finite in zip(self._groups, are_finite):
+            if not is_finite:
+                found += shown.nonfinite()
         return found
 
     def _agree_on_use(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -300,9 +314,8 @@ class GradientSync(StateOwner[ShownState]):
         for shown in self._groups:
             gradients = shown.group.gradients
             flags.append(gradients.state is GradientState.WAITING)
-            flags += [
-                index in gradients.indices_with_grad for index in range(len(shown.parameters))
-            ]
+            used = gradients.indices_with_grad
+            flags += [index in used for index in range(len(shown.parameters))]
         if not flags:
             return
         device = self._groups[0].group.main_shard.device
@@ -327,12 +340,15 @@ class GradientSync(StateOwner[ShownState]):
                 " (sync_model_each_microbatch=False): change parameter.grad before the step, or"
                 " accumulate inside no_sync()"
             )
-        self._hooked.setdefault(sharded_param, sharded_param.group.gradients.num_reductions)
+        gradients = sharded_param.group.gradients
+        self._hooked.setdefault(sharded_param, gradients.num_reductions)
 
     def _set_gradients_aside(self) -> None:
         for sharded_param in self._hooked:
             parameter = sharded_param.parameter
-            if not parameter._backward_hooks or getattr(parameter, self._attribute, None) is None:
+            if not parameter._backward_hooks:
+                continue
+            if getattr(parameter, self._attribute, None) is None:
                 continue
             if not self._hands_over:
                 raise RuntimeError(
@@ -356,14 +372,16 @@ class GradientSync(StateOwner[ShownState]):
                 continue
             if number != num_reductions and parameter.requires_grad:
                 called.append(parameter)
-                for hook in list((parameter._backward_hooks or {}).values()):
+                hooks = parameter._backward_hooks or {}
+                for hook in list(hooks.values()):
                     result = hook(gradient)
                     if result is not None:
                         gradient.copy_(result)
             if sharded_param in self._grads_before_pass:
                 gradient._local_tensor.add_(self._grads_before_pass.pop(sharded_param))
         for owner in called:
-            for hook in list((owner._post_accumulate_grad_hooks or {}).values()):
+            hooks = owner._post_accumulate_grad_hooks or {}
+            for hook in list(hooks.values()):
                 hook(owner)
 
     # ---- changes of gradients
@@ -404,18 +422,25 @@ class GradientSync(StateOwner[ShownState]):
         self._family.assign(attached)
 
     def _forget_use(self) -> None:
-        if self._groups_of_use is not None:
-            for shown in self._groups:
-                shown.used = [False] * len(shown.parameters)
+        if self._groups_of_use is None:
+            return
+        for shown in self._groups:
+            shown.used = [False] * len(shown.parameters)
 
 
 def gradient_shard(sharded_param: ShardedParam) -> torch.Tensor:
     """Return this rank's shard of the reduced gradient of one parameter."""
     group = sharded_param.group
-    return shard_view(group.gradients.shard, group.layout, sharded_param.index, group.rank)
+    return shard_view(
+        group.gradients.shard,
+        group.layout,
+        sharded_param.index,
+        group.rank,
+    )
 
 
 def clear_gradient_shard(sharded_param: ShardedParam) -> None:
     """Set this rank's shard of the reduced gradient of one parameter to zero."""
-    sharded_param.group.gradients.indices_with_grad.discard(sharded_param.index)
+    gradients = sharded_param.group.gradients
+    gradients.indices_with_grad.discard(sharded_param.index)
     gradient_shard(sharded_param).zero_()

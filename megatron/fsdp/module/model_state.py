@@ -16,7 +16,11 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.config.settings import Settings
 from megatron.fsdp.config.warnings_once import IS_COMPUTE, warn
-from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
+from megatron.fsdp.dtensor.sharded_param import (
+    ShardedParam,
+    is_linked,
+    sharded_param_of,
+)
 from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.param_group import ParamGroup
@@ -97,9 +101,8 @@ def load_model_state(
     given = {own_name(key): value for key, value in state.items()}
     if not path_of.keys() & given.keys():  # the names are the wrapper's
         given = {key.removeprefix("module."): value for key, value in given.items()}
-    known = sorted(path_of.keys() & given.keys())
-    digest = hashlib.sha256("\n".join(known).encode()).hexdigest()
-
+    known = "\n".join(sorted(path_of.keys() & given.keys()))
+    digest = hashlib.sha256(known.encode()).hexdigest()
     parts = _divided(given, path_of, sharded_params)
     problems = parts.problems + _problems_of_keys(parts, strict, len(state))
     _raise_everywhere(problems, digest, groups)
@@ -109,12 +112,16 @@ def load_model_state(
             _first(parts.unexpected),
             _first(parts.missing),
         )
+    changed: dict[ParamGroup, None] = {}
     with torch.no_grad():
         for name, shard in parts.shards.items():
-            sharded_params[name].group.wait_for_readers()
-            sharded_params[name].parameter._local_tensor.copy_(shard)
-    (load_buffers or module.load_state_dict)(parts.others, strict=False)
-    for group in dict.fromkeys([sharded_params[name].group for name in parts.shards]):
+            sharded_param = sharded_params[name]
+            sharded_param.group.wait_for_readers()
+            sharded_param.parameter._local_tensor.copy_(shard)
+            changed[sharded_param.group] = None
+    load_buffers = load_buffers or module.load_state_dict
+    load_buffers(parts.others, strict=False)
+    for group in changed:
         group.mark_main_weights_changed()  # quantized with scales that are among the buffers
     return _IncompatibleKeys(parts.missing, parts.unexpected)
 
@@ -130,18 +137,27 @@ class _Divided(NamedTuple):
 
 
 def _divided(
-    given: dict[str, Any], path_of: dict[str, str], sharded_params: dict[str, ShardedParam]
+    given: dict[str, Any],
+    path_of: dict[str, str],
+    sharded_params: dict[str, ShardedParam],
 ) -> _Divided:
-    parts = _Divided({}, {}, [], [], [])
+    parts = _Divided(
+        shards={},
+        others={},
+        missing=[],
+        unexpected=[],
+        problems=[],
+    )
     loaded: set[ShardedParam] = set()
     for name, value in given.items():
         wrapped = f"module.{name}"
         if wrapped in given and wrapped not in path_of:
             parts.problems.append(f"{name} and {wrapped} are given")
         if name in sharded_params:
-            loaded.add(sharded_params[name])
+            sharded_param = sharded_params[name]
+            loaded.add(sharded_param)
             try:
-                parts.shards[name] = sharded_params[name].local_shard(value)
+                parts.shards[name] = sharded_param.local_shard(value)
             except (ValueError, AttributeError) as error:
                 parts.problems.append(str(error))
         elif name in path_of:
@@ -158,7 +174,11 @@ def _divided(
     return parts
 
 
-def _problems_of_keys(parts: _Divided, strict: bool, num_given: int) -> list[str]:
+def _problems_of_keys(
+    parts: _Divided,
+    strict: bool,
+    num_given: int,
+) -> list[str]:
     missing = parts.missing
     unexpected = parts.unexpected
     problems = []
@@ -172,7 +192,9 @@ def _problems_of_keys(parts: _Divided, strict: bool, num_given: int) -> list[str
 
 
 def _raise_everywhere(
-    problems: list[str], digest: str, groups: Sequence[dist.ProcessGroup]
+    problems: list[str],
+    digest: str,
+    groups: Sequence[dist.ProcessGroup],
 ) -> None:
     # torch's `broadcast_from_rank0` leaves keys that it does not know on the first rank, so the
     # digest of all known keys is compared too. It has no spaces.
@@ -181,9 +203,8 @@ def _raise_everywhere(
     if len(texts) > len(problems) + 1:
         problems.append("ranks load different keys: all need those of model.state_dict()")
     if problems:
-        raise RuntimeError(
-            "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
-        )
+        listed = "\n  ".join(problems)
+        raise RuntimeError(f"the state dict does not fit the sharded model:\n  {listed}")
 
 
 def _first(names: Sequence[str]) -> str:
@@ -200,13 +221,19 @@ def accept_full_tensors(module: nn.Module) -> set[int]:
     # gets the sharded parameters, which torch finds in place. torch lists values of a wrong shape.
     changed: dict[ParamGroup, None] = {}  # groups whose main weights are newer
 
-    def load_own(inner: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    def load_own(
+        inner: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        *others: Any,
+    ) -> None:
         errors: list[str] = others[-1]
         for name, parameter in inner._parameters.items():
             value = state_dict.get(prefix + name)
-            if not is_linked(parameter) or not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor):
                 continue
-            assert parameter is not None
+            if parameter is None or not is_linked(parameter):
+                continue
             sharded_param = sharded_param_of(parameter)
             shape = sharded_param.slice.shape
             if tuple(value.shape) not in (shape, shape or (1,)):
@@ -229,7 +256,8 @@ def accept_full_tensors(module: nn.Module) -> set[int]:
         if isinstance(inner._parameters, WatchedParameters):
             before = inner.register_load_state_dict_pre_hook(load_own)
             after = inner.register_load_state_dict_post_hook(install)
-            handles |= {before.id, after.id}
+            handles.add(before.id)
+            handles.add(after.id)
     return handles
 
 
@@ -248,22 +276,37 @@ def copied_module(
         memo: of :func:`copy.deepcopy`; gets the new parameters.
     """
     for compute, sharded_param in sharded_params.items():
-        sharded_param.group.wait_for_readers()
+        group = sharded_param.group
+        group.wait_for_readers()
         whole = full_tensor(sharded_param.parameter).to(compute.dtype)
         parameter = nn.Parameter(
-            whole.view(compute.shape), requires_grad=sharded_param.group.requires_grad
+            whole.view(compute.shape),
+            requires_grad=group.requires_grad,
         )
         vars(parameter).update(vars(compute))
         delattr(parameter, IS_COMPUTE)
-        memo[id(compute)] = memo[id(sharded_param.parameter)] = parameter
+        memo[id(compute)] = parameter
+        memo[id(sharded_param.parameter)] = parameter
     ignored = copy.deepcopy(settings.strategy.ignored, memo)
     strategy = replace(settings.strategy, ignored=ignored)
     copied = copy.deepcopy(module, memo)
-    units = [memo.get(id(unit), unit) for unit in settings.units or ()]
-    return copied, replace(settings, units=units, strategy=strategy, initialisation=None)
+    units = []
+    for unit in settings.units or ():
+        units.append(memo.get(id(unit), unit))
+    copied_settings = replace(
+        settings,
+        units=units,
+        strategy=strategy,
+        initialisation=None,
+    )
+    return copied, copied_settings
 
 
-def remove_hooks(original: nn.Module, copied: nn.Module, handles: set[int]) -> None:
+def remove_hooks(
+    original: nn.Module,
+    copied: nn.Module,
+    handles: set[int],
+) -> None:
     """Remove hooks from a deep copy of a module, which has copied them too.
 
     Args:
@@ -273,14 +316,18 @@ def remove_hooks(original: nn.Module, copied: nn.Module, handles: set[int]) -> N
     """
     for source, target in zip(original.modules(), copied.modules()):
         for name, hooks in vars(source).items():
-            if name.endswith("_hooks") and isinstance(hooks, dict):
-                for number in handles.intersection(hooks):
-                    del vars(target)[name][number]
+            if not name.endswith("_hooks") or not isinstance(hooks, dict):
+                continue
+            for number in handles.intersection(hooks):
+                del vars(target)[name][number]
         vars(target).pop("_apply", None)
 
 
 @torch.no_grad()
-def copy_main_weights(sources: Sequence[ShardedParam], targets: Sequence[ShardedParam]) -> None:
+def copy_main_weights(
+    sources: Sequence[ShardedParam],
+    targets: Sequence[ShardedParam],
+) -> None:
     """Copy main weights, whose precision may be higher than the module's, and their flags."""
     for source, target in zip(sources, targets, strict=True):
         target.parameter.requires_grad_(source.parameter.requires_grad)

@@ -28,5 +28,6 @@ def lead_by_own_names(root: nn.Module) -> None:
                 inner[name] = child._orig_mod
         if inner or "_orig_mod" in module._modules:
             vars(module)["_fsdp_inner"] = SimpleNamespace(**inner)
-            modifiers = {**dict.fromkeys(inner, "_fsdp_inner"), "": "_orig_mod"}
+            modifiers = dict.fromkeys(inner, "_fsdp_inner")
+            modifiers[""] = "_orig_mod"
             vars(module)["_fqn_modifiers"] = modifiers.copy

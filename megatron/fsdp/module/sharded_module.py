@@ -24,7 +24,11 @@ from megatron.fsdp.config.warnings_once import (
     watch_optimizers,
 )
 from megatron.fsdp.dtensor.process_link import ProcessLink
-from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
+from megatron.fsdp.dtensor.sharded_param import (
+    ShardedParam,
+    is_linked,
+    sharded_param_of,
+)
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.hooks import UnitHooks
@@ -148,7 +152,8 @@ class ShardedModule(nn.Module):
         self._hooks.hook_ids |= self._casts
         self._hooks.hook_ids |= accept_full_tensors(module)
         watch_optimizers(list(self._sharded_params))
-        gathers_layers = self.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
+        num_shards = self._mesh.dense.inner.size()
+        gathers_layers = self.strategy.shards_parameters and num_shards > 1
         prepare_wrapped_module(module, gathers_layers, self.state_dict, self._apply)
         lead_by_own_names(self)
 
@@ -180,7 +185,11 @@ class ShardedModule(nn.Module):
     @property
     def sharded_params(self) -> list[ShardedParam]:
         """All sharded parameters, each once, in the module's order."""
-        return [sharded_param_of(shown) for shown in self._name_of if is_linked(shown)]
+        sharded_params = []
+        for parameter in self._name_of:
+            if is_linked(parameter):
+                sharded_params.append(sharded_param_of(parameter))
+        return sharded_params
 
     @property
     def groups(self) -> list[ParamGroup]:
@@ -203,7 +212,8 @@ class ShardedModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module: nn.Module | None = vars(self).get("_modules", {}).get("module")
+            modules = vars(self).get("_modules", {})
+            module: nn.Module | None = modules.get("module")
             if module is None or name.startswith("_") or not self._shows_attributes:
                 raise
         value = getattr(module, name)
@@ -315,9 +325,10 @@ class ShardedModule(nn.Module):
     ) -> ShardedModule:
         """Refuse ``to``, ``cuda``, ``half`` and so on, unless they change nothing."""
         for group in self.groups:
-            empty = group.compute.flat.new_empty(0, dtype=group.precision.compute)
+            dtype = group.precision.compute
+            empty = group.compute.flat.new_empty(0, dtype=dtype)
             changed = fn(empty)
-            if (changed.dtype, changed.device) != (empty.dtype, empty.device):
+            if changed.dtype != empty.dtype or changed.device != empty.device:
                 raise NotImplementedError(
                     f"a sharded model cannot be moved or converted ({empty.dtype} on {empty.device}"
                     f" to {changed.dtype} on {changed.device}): convert the module before sharding"
@@ -327,15 +338,23 @@ class ShardedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Return another sharded model with the same weights, without gradients; a collective."""
-        are_plain = {type(group.form) for group in self.groups} <= {StoredForm}
-        if not (self._is_copyable and are_plain) or self._mesh.dense.tensor is not None:
+        if not self._is_copyable or self._mesh.dense.tensor is not None:
             raise NotImplementedError(REFUSED_COPY)
+        for group in self.groups:
+            if type(group.form) is not StoredForm:
+                raise NotImplementedError(REFUSED_COPY)
         self._trainability.sync_requires_grad()
-        module, settings = copied_module(self.module, self._sharded_params, self._settings, memo)
+        module, settings = copied_module(
+            self.module,
+            self._sharded_params,
+            self._settings,
+            memo,
+        )
         remove_hooks(self.module, module, self._hooks.hook_ids)
         copied = type(self).__new__(type(self))  # the constructor may take other arguments
         ShardedModule.__init__(copied, module, settings)
-        vars(copied).update({**vars(self), **vars(copied)})
+        for name, value in vars(self).items():
+            vars(copied).setdefault(name, value)
         copy_main_weights(self.sharded_params, copied.sharded_params)
         copied.train(self.training)
         return copied
@@ -473,7 +492,11 @@ class ShardedModule(nn.Module):
         for unit in self._units:
             unit.wait_for_unshard()
 
-    def unshard(self, module: nn.Module | None = None, async_op: bool = False) -> UnitHandle | None:
+    def unshard(
+        self,
+        module: nn.Module | None = None,
+        async_op: bool = False,
+    ) -> UnitHandle | None:
         """Gather the weights of one unit ahead, as in FSDP2; its next call uses them, and reshards.
 
         Below level 3 weights are gathered only if they have changed.
@@ -482,7 +505,8 @@ class ShardedModule(nn.Module):
             module: module of the unit; units inside of it are not gathered. None: the root.
             async_op: return a handle whose ``wait()`` waits, as the next call of the unit does.
         """
-        handle = UnitHandle(units_of(self._units, module), self._schedule.prefetcher)
+        units = units_of(self._units, module)
+        handle = UnitHandle(units, self._schedule.prefetcher)
         if async_op:
             return handle
         handle.wait()
@@ -490,7 +514,8 @@ class ShardedModule(nn.Module):
 
     def reshard(self, module: nn.Module | None = None) -> None:
         """Free the gathered weights of one unit at level 3, unless a call uses them."""
-        self._schedule.prefetcher.reshard_if_unused(set(units_of(self._units, module)))
+        units = units_of(self._units, module)
+        self._schedule.prefetcher.reshard_if_unused(set(units))
 
     def broadcast_params(self) -> None:
         """Broadcast main weights from the first rank of every axis that replicates them."""
@@ -529,8 +554,10 @@ class ShardedModule(nn.Module):
         """Raise :class:`GradientError` on every rank if any rank has found a NaN or Inf."""
         problems = []
         if found:
-            names = ", ".join(self._shown_name(sharded_param) for sharded_param in found)
-            problems.append(f"rank {dist.get_rank()}: NaN or Inf in the gradient of {names}")
+            names = [self._shown_name(sharded_param) for sharded_param in found]
+            problems.append(
+                f"rank {dist.get_rank()}: NaN or Inf in the gradient of {', '.join(names)}"
+            )
         problems = agree(problems, self._groups_that_end_together())
         if problems:
             raise GradientError("\n".join(problems))

@@ -46,7 +46,9 @@ class ShownParameters:
     ):
         self._hooks = hooks
         self.sharded = sharded
-        self._compute = {parameter: compute for compute, parameter in sharded.items()}
+        self._compute = {}
+        for compute, parameter in sharded.items():
+            self._compute[parameter] = compute
         self._trainability = trainability
 
     def read_in_list(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -54,12 +56,18 @@ class ShownParameters:
         # Inside a forward it is the compute parameter, which is unsharded before it is used.
         # Elsewhere it is the sharded parameter: it has the gradient, and an optimizer steps it.
         unit = self._hooks.unit_of.get(parameter)
+        if unit is None:
+            return parameter
         calls = self._hooks.calls
-        if unit is None or (calls and calls[-1].module is not None):
+        if calls and calls[-1].module is not None:
             return parameter
         return self._outside(unit, parameter)
 
-    def read_by_name(self, parameter: nn.Parameter, group: ParamGroup | None) -> nn.Parameter:
+    def read_by_name(
+        self,
+        parameter: nn.Parameter,
+        group: ParamGroup | None,
+    ) -> nn.Parameter:
         """Return the parameter of ``group`` that code sees when it reads one by name."""
         # Compiled code guards all that is read here. It is a state, so that layers share code.
         calls = self._hooks.calls
@@ -91,7 +99,10 @@ class ShownParameters:
         return self.sharded[parameter]
 
     def to_store(
-        self, name: str, value: nn.Parameter | None, present: nn.Parameter | None
+        self,
+        name: str,
+        value: nn.Parameter | None,
+        present: nn.Parameter | None,
     ) -> nn.Parameter | None:
         """Return the parameter to store where code assigns one to an attribute of a module.
 
@@ -106,8 +117,10 @@ class ShownParameters:
         compute = value
         if value is not None:
             compute = self._compute.get(value, value)
+        if compute is present:
+            return compute
         unit_of = self._hooks.unit_of
-        if compute is present or compute not in unit_of or present not in unit_of:
+        if compute not in unit_of or present not in unit_of:
             return compute
         # A weight that is tied to another one only now: both are sharded already.
         names = self._trainability.name_of
@@ -121,16 +134,22 @@ class ShownParameters:
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
     """The ``_parameters`` dict of a module, which calls back when code reads parameters."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter | None], shown: ShownParameters):
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter | None],
+        shown: ShownParameters,
+    ):
         super().__init__(parameters)
         self._shown = shown
         self._groups = {}
         for name, parameter in parameters.items():
             if parameter in shown.sharded:
-                self._groups[name] = sharded_param_of(shown.sharded[parameter]).group
+                sharded_param = sharded_param_of(shown.sharded[parameter])
+                self._groups[name] = sharded_param.group
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        stored = self._shown.to_store(name, value, present=super().get(name))
+        present = super().get(name)
+        stored = self._shown.to_store(name, value, present)
         super().__setitem__(name, stored)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
@@ -156,11 +175,12 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         """Return the copies that ``memo`` has of the parameters, in a plain dict."""
         copies: dict[str, nn.Parameter | None] = {}
         for name, parameter in super().items():
-            if parameter is not None:
-                if id(parameter) not in memo:
-                    raise NotImplementedError(REFUSED_COPY)  # the module is copied by itself
-                parameter = memo[id(parameter)]
-            copies[name] = parameter
+            if parameter is None:
+                copies[name] = None
+                continue
+            if id(parameter) not in memo:
+                raise NotImplementedError(REFUSED_COPY)  # the module is copied by itself
+            copies[name] = memo[id(parameter)]
         return copies
 
     def __reduce__(self) -> NoReturn:
@@ -178,7 +198,9 @@ def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules in ``module`` that are not part of a compiled module."""
     # The guards of a compiled module read its parameters before its forward begins, so they cannot
     # be watched.
-    if module._compiled_call_impl is not None or isinstance(module, OptimizedModule):
+    if isinstance(module, OptimizedModule):
+        return
+    if module._compiled_call_impl is not None:
         return
     yield module
     for child in module.children():

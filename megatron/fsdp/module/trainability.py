@@ -19,7 +19,11 @@ class Trainability:
     # `requires_grad` of either. Autograd reads that of the compute parameter, the optimizer that of
     # the sharded one, so both are set alike before the next forward or backward.
 
-    def __init__(self, units: Sequence[Unit], sharded: dict[nn.Parameter, nn.Parameter]):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        sharded: dict[nn.Parameter, nn.Parameter],
+    ):
         self._units = units
         self._sharded_of = sharded
         self.parameters = list(sharded)
@@ -64,7 +68,10 @@ class Trainability:
 
     def refuse_thawed(self) -> None:
         """Refuse a backward for parameters that were frozen when the model was sharded."""
-        thawed = [self.name_of[frozen] for frozen in self._frozen if frozen.requires_grad]
+        thawed = []
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                thawed.append(self.name_of[parameter])
         if thawed:
             raise RuntimeError(
                 f"{', '.join(thawed[:5])}: frozen when the model was sharded, so there are no"

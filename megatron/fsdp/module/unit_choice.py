@@ -12,6 +12,10 @@ from megatron.fsdp.engine.policy import ParameterKind
 from megatron.fsdp.engine.tensor_parallel import has_uneven_slices
 from megatron.fsdp.engine.unit import Unit
 
+NamedParameters = dict[str, nn.Parameter]  # by their names in the model
+ParametersOfUnits = dict[Unit, NamedParameters]
+ParameterKinds = Mapping[str, ParameterKind]  # of parameters, by their names in the model
+
 OF_EMBEDDINGS = "is_embedding_or_output_parameter"
 """The attribute by which Megatron-Core marks the weights of embeddings and of the output layer."""
 
@@ -41,11 +45,12 @@ def find_units(
     for path, module in root.named_modules(remove_duplicate=False):
         is_named = isinstance(module, classes) or module in instances
         is_inside = inside_named.get(_parent(path), False)
-        owns_parameters = bool(set(module.parameters(recurse=False)) - ignored)
         inside_named[path] = is_inside or is_named
         if is_named:
             units.setdefault(module, Unit(path, module))
-        elif owns_parameters and (fine_grained or not is_inside):
+            continue
+        own_parameters = set(module.parameters(recurse=False)) - ignored
+        if own_parameters and (fine_grained or not is_inside):
             units.setdefault(module, Unit(path, module, is_automatic=True))
     return list(units.values())
 
@@ -54,7 +59,7 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def assign_parameters(units: list[Unit]) -> dict[Unit, dict[str, nn.Parameter]]:
+def assign_parameters(units: list[Unit]) -> ParametersOfUnits:
     """Return the parameters of every unit, each under its first name.
 
     Units of parameters that several units share are appended to ``units``.
@@ -62,21 +67,26 @@ def assign_parameters(units: list[Unit]) -> dict[Unit, dict[str, nn.Parameter]]:
     # A parameter belongs to the innermost unit around the module that owns it. If modules of
     # several units own it (tied weights), it belongs to the one of these units that contains the
     # others. If there is no such unit, it gets a separate unit, which calls of all of them use.
-    parameters_of: dict[Unit, dict[str, nn.Parameter]] = {unit: {} for unit in units}
+    parameters_of: ParametersOfUnits = {}
+    for unit in units:
+        parameters_of[unit] = {}
     units_of_shared: dict[tuple[Unit, ...], Unit] = {}
     names, owners = _owners_of_parameters(units)
     for parameter, around in owners.items():
         sharers = tuple(around)
-        unit = _containing(around)
-        if unit is None:
-            unit = units_of_shared.get(sharers)
-        if unit is None:
-            unit = Unit("+".join(sharer.name for sharer in sharers), None)
-            units_of_shared[sharers] = unit
-            units.append(unit)
+        owner = _containing(around)
+        if owner is None:
+            owner = units_of_shared.get(sharers)
+        if owner is None:
+            joined = "+".join(sharer.name for sharer in sharers)
+            owner = Unit(joined, None)
+            units_of_shared[sharers] = owner
+            units.append(owner)
+            parameters_of[owner] = {}
             for sharer in sharers:
-                sharer.shared.append(unit)
-        parameters_of.setdefault(unit, {})[names[parameter]] = parameter
+                sharer.shared.append(owner)
+        name = names[parameter]
+        parameters_of[owner][name] = parameter
     return parameters_of
 
 
@@ -102,7 +112,8 @@ def _owners_of_parameters(
         units_around[path] = enclosing
         for name, parameter in module.named_parameters(path, recurse=False):
             names.setdefault(parameter, name)
-            owners.setdefault(parameter, {})[enclosing[-1]] = enclosing
+            around = owners.setdefault(parameter, {})
+            around[enclosing[-1]] = enclosing
     return names, owners
 
 
@@ -116,7 +127,7 @@ def _containing(around: Around) -> Unit | None:
 
 def merge_small_units(
     units: list[Unit],
-    parameters_of: dict[Unit, dict[str, nn.Parameter]],
+    parameters_of: ParametersOfUnits,
     limit: int | None = None,
 ) -> None:
     """Merge small automatic units into the root's unit, whose collectives then serve them too.
@@ -133,9 +144,10 @@ def merge_small_units(
     sizes: dict[Unit, int] = {}
     largest_named = 0
     for unit, parameters in parameters_of.items():
-        sizes[unit] = sum(parameter.nbytes for parameter in parameters.values())
+        size = sum(parameter.nbytes for parameter in parameters.values())
+        sizes[unit] = size
         if unit is not root and unit.modules and not unit.is_automatic:
-            largest_named = max(largest_named, sizes[unit])
+            largest_named = max(largest_named, size)
     if limit is None:
         limit = largest_named
     room = limit - sizes[root]
@@ -146,16 +158,20 @@ def merge_small_units(
 
     for unit in sorted(units[1:], key=order):
         sharers = [sharer for sharer in units if unit in sharer.shared]
-        is_automatic = all(sharer.is_automatic for sharer in sharers or [unit])
+        if not all(sharer.is_automatic for sharer in sharers or [unit]):
+            continue
         # A tied weight comes before its sharers; those that need one that stays behind stay too.
-        is_alone = all(shared is root for shared in unit.shared)
+        if not all(shared is root for shared in unit.shared):
+            continue
         # Unequal slices would shift the root's other parameters differently on different ranks.
-        is_uneven = any(has_uneven_slices(parameter) for parameter in parameters_of[unit].values())
-        if is_automatic and is_alone and not is_uneven and sizes[unit] <= room:
+        if any(has_uneven_slices(parameter) for parameter in parameters_of[unit].values()):
+            continue
+        if sizes[unit] <= room:
             room -= sizes[unit]
             merged.add(unit)
             for sharer in sharers:
-                sharer.shared[sharer.shared.index(unit)] = root
+                position = sharer.shared.index(unit)
+                sharer.shared[position] = root
     for unit in list(units):  # in the order of the model, not of sizes
         if unit in merged:
             units.remove(unit)

@@ -38,6 +38,8 @@ def units_of(units: Sequence[Unit], module: nn.Module | None) -> list[Unit]:
     for unit in units:
         if module is None or module in unit.modules:
             return [unit, *unit.shared]
-        if unit.module is not None and module in unit.module.modules():
+        if unit.module is None:
+            continue
+        if module in unit.module.modules():
             where = f"inside of the unit {unit.shown_name!r}: pass that, or None for the root"
     raise ValueError(f"module expects a unit but got a {type(module).__name__} {where}")

@@ -31,7 +31,12 @@ class WeightWrites:
     # all ranks write the same, and each takes its own part. Version counters show that a parameter
     # was written to. `parameter.data` has another counter: such writes are not found.
 
-    def __init__(self, units: Sequence[Unit], trainability: Trainability, known: KnownParameters):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        trainability: Trainability,
+        known: KnownParameters,
+    ):
         self._trainability = trainability
         self._known = known
         self._groups: dict[Unit, list[ParamGroup]] = {}  # groups of which writes must be copied
@@ -57,18 +62,20 @@ class WeightWrites:
         if before == now:
             return
         self._versions[unit] = now
-        parameters = concatenated([group.parameters for group in self._groups[unit]])
+        groups = self._groups[unit]
+        parameters = concatenated([group.parameters for group in groups])
         written = set()
         for parameter, old, new in zip(parameters, before, now):
             if old != new:
                 written.add(parameter)
-        for group in self._groups[unit]:
+        for group in groups:
             # Not after an exception, and not between a step and its weights that are installed
             # later: writes of a forward are lost then.
-            if group.is_readable and group.main_state is not MainState.HELD:
-                for index, parameter in enumerate(group.parameters):
-                    if parameter in written:
-                        take_written(group, index)
+            if not group.is_readable or group.main_state is MainState.HELD:
+                continue
+            for index, parameter in enumerate(group.parameters):
+                if parameter in written:
+                    take_written(group, index)
 
     def _read(self, unit: Unit) -> list[int]:
         return concatenated([group.guard.versions for group in self._groups[unit]])
@@ -76,8 +83,10 @@ class WeightWrites:
 
 def _takes_writes(group: ParamGroup) -> bool:
     """Return True if writes must be copied: compute weights are values, but not the main ones."""
-    is_main = group.main_is_compute and group.compute_shard._base is group.compute.flat
-    return group.compute.layout is group.layout and not is_main
+    if group.compute.layout is not group.layout:
+        return False
+    is_slice = group.compute_shard._base is group.compute.flat
+    return not (group.main_is_compute and is_slice)
 
 
 @torch.no_grad()
@@ -99,11 +108,13 @@ def take_written(group: ParamGroup, index: int) -> None:
     if low < high:
         gathered = group.compute.flat[start + low : start + high]
         group.compute_shard[low:high] = gathered
-    if not group.main_is_compute:
-        # Main weights that are the same in the dtype of the module keep their precision.
-        owned = group.layout.owned(index, group.rank)
-        main = group.main_view(index).view(-1)
-        compute = group.compute.views[index].reshape(-1)
-        written = compute[owned.start : owned.stop].to(main.device)
-        is_same = written == main.to(written.dtype)
-        main.copy_(torch.where(is_same, main, written.to(main.dtype)))
+    if group.main_is_compute:
+        return
+    # Main weights that are the same in the dtype of the module keep their precision.
+    owned = group.layout.owned(index, group.rank)
+    main = group.main_view(index).view(-1)
+    compute = group.compute.views[index].reshape(-1)
+    written = compute[owned.start : owned.stop].to(main.device)
+    is_same = written == main.to(written.dtype)
+    values = torch.where(is_same, main, written.to(main.dtype))
+    main.copy_(values)

@@ -55,7 +55,8 @@ def prepare_wrapped_module(
     """
     save = getattr(type(module), "save_pretrained", None)
     if callable(save):
-        vars(module)["save_pretrained"] = _saving_whole_weights(save.__get__(module), state_dict)
+        bound_save = save.__get__(module)
+        vars(module)["save_pretrained"] = _saving_whole_weights(bound_save, state_dict)
     for inner in module.modules():
         if gathers_layers and callable(getattr(inner, "generate", None)):
             setattr(inner, GENERATES_TOGETHER, True)
@@ -64,7 +65,8 @@ def prepare_wrapped_module(
 
 
 def _converting_buffers(
-    module: nn.Module, check_conversion: Callable[[Conversion], object]
+    module: nn.Module,
+    check_conversion: Callable[[Conversion], object],
 ) -> Callable[..., nn.Module]:
     """Return an ``_apply`` that converts buffers, but no weights, which are in flat buffers."""
 
@@ -82,7 +84,8 @@ def _converting_buffers(
 
 
 def _saving_whole_weights(
-    save: Callable[..., Any], state_dict: Callable[[], dict[str, Any]]
+    save: Callable[..., Any],
+    state_dict: Callable[[], dict[str, Any]],
 ) -> Callable[..., None]:
     @wraps(save)
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
@@ -118,7 +121,9 @@ def gather_on_first_rank(state: dict[str, Any]) -> dict[str, Any]:
                 value = full_tensor(value)
             if isinstance(value, torch.Tensor):
                 value = value.detach().cpu()
-            values[key] = value if is_first else None
+            values[key] = None
+            if is_first:
+                values[key] = value
         if is_first:
             gathered[name.removeprefix("module.")] = values[key]
     return gathered
@@ -146,9 +151,11 @@ def cast_at_units(units: Iterable[Unit], precision: MixedPrecisionPolicy) -> set
     handles = set()
     if precision.cast_forward_inputs and input_dtype is not None:
         for module in modules:
-            handles.add(module.register_forward_pre_hook(cast_inputs, with_kwargs=True).id)
+            handle = module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+            handles.add(handle.id)
     if output_dtype is not None:
-        handles.add(modules[0].register_forward_hook(cast_outputs).id)
+        handle = modules[0].register_forward_hook(cast_outputs)
+        handles.add(handle.id)
     return handles
 
 
