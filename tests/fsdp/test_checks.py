@@ -181,6 +181,15 @@ def complex_parameter() -> nn.Module:
     return module
 
 
+def slices_of_a_parameter() -> nn.Module:
+    """Return a module whose first parameter contains the others, which are apart."""
+    module = nn.Module()
+    module.whole = nn.Parameter(torch.zeros(12))
+    for name, start in (("first", 0), ("second", 4), ("third", 8)):
+        module.register_parameter(name, nn.Parameter(module.whole.data[start : start + 2]))
+    return module
+
+
 def split_by_tensor_parallelism(scene: Scene, *, tp_dim: str | None, other: bool = False) -> None:
     mesh = mesh_of("dp", "tp", sizes=(1, 2))
     module = nn.Linear(4, 4)
@@ -231,6 +240,11 @@ MODELS: dict[str, WrongCall] = {
     "complex parameter": WrongCall(
         ("floating-point", "phase", "complex64"),
         lambda scene: fully_shard_model(complex_parameter()),
+    ),
+    "slices of a parameter": WrongCall(
+        tuple(f"whole and {name} overlap in memory" for name in ("second", "third"))
+        + ("first", "one nn.Parameter"),
+        lambda scene: fully_shard_model(slices_of_a_parameter()),
     ),
     "sharded wrapper again": WrongCall(
         ("sharded already",), lambda scene: fully_shard_model(sharded_linear()[0])

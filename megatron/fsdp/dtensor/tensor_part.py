@@ -185,7 +185,11 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
     return dim
 
 
-def replaced(values: Shape, position: int, value: int) -> Shape:
+def replaced(
+    values: Shape,
+    position: int,
+    value: int,
+) -> Shape:
     """Return a shape or offsets with another value at one position.
 
     Args:

@@ -237,7 +237,11 @@ def _reporting(register: Function) -> Function:
     return report_and_register
 
 
-def _grad(outputs: Any, inputs: Sequence[Any], **options: Any) -> Any:
+def _grad(
+    outputs: Any,
+    inputs: Sequence[Any],
+    **options: Any,
+) -> Any:
     if any(getattr(tensor, "on_hook", None) is not None for tensor in inputs):
         raise NotImplementedError(NO_PARTIAL_BACKWARD)
     return NotImplemented

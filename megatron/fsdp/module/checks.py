@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -270,14 +269,16 @@ def _problems_of_shared_memory(named: NamedParameters) -> Iterator[str]:
             stop = start + local.nbytes
             ranges.append((str(local.device), start, stop, name))
     ranges.sort()
-    for before, after in pairwise(ranges):
-        device, _, stop, name = before
-        other_device, start, _, other_name = after
-        if device == other_device and start < stop:
+    reached: dict[str, tuple[int, str]] = {}  # by device the range that ends last so far
+    for device, start, stop, name in ranges:
+        last_stop, other_name = reached.get(device, (start, ""))
+        if start < last_stop:
             yield (
-                f"{name} and {other_name} overlap in memory, and would become parameters of their"
+                f"{other_name} and {name} overlap in memory, and would become parameters of their"
                 " own: to tie them, let both names be one nn.Parameter; otherwise clone one"
             )
+        if stop > last_stop:
+            reached[device] = (stop, name)
 
 
 def _problems_of_devices(

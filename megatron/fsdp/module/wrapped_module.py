@@ -134,10 +134,18 @@ def cast_at_units(units: Iterable[Unit], precision: MixedPrecisionPolicy) -> set
     # FSDP2 has one policy for each unit, here there is one for the model, whose output it casts.
     # The modules that FSDP2 would be applied to are the root and the units that the user named.
 
-    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def cast_inputs(
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         return _cast(args, input_dtype), _cast(kwargs, input_dtype)
 
-    def cast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    def cast_outputs(
+        module: nn.Module,
+        args: Any,
+        output: Any,
+    ) -> Any:
         return _cast(output, output_dtype)
 
     if not isinstance(precision, ComputePrecision):
