@@ -298,11 +298,13 @@ class StepFormula:
         exposed = 0.0
         gathers = 0.0
         reductions = 0.0
+        whole = 0.0
         updated = 0.0
         for kind, count in self._units_of(stage).items():
             unit = self._unit(kind)
             gathers += count * unit.gather
             reductions += count * unit.reduce
+            whole += count * unit.elements.whole
             updated += count * unit.elements.of_shard(mesh)
             of_forward = unit.forward
             of_backward = unit.backward
@@ -316,9 +318,9 @@ class StepFormula:
             exposed += count * (of_backward - unit.backward)
         ends = self._kernels.move(self._software.update_bytes * updated)
         if mesh.level < 3:
-            ends += self._exposed(gathers, forward, updated)
+            ends += self._exposed(gathers, forward, whole)
         if not mesh.is_fsdp:
-            ends += self._exposed(reductions, backward, updated)
+            ends += self._exposed(reductions, backward, whole)
         return StageSeconds(
             microbatch=forward + backward + self._stage_messages(),
             exposed=exposed,
@@ -342,17 +344,16 @@ class StepFormula:
         slower = compute + self._fitted.contention * min(compute, message)
         return max(slower, message)
 
-    def _exposed(self, message: float, compute: float, updated: float) -> float:
+    def _exposed(self, message: float, compute: float, num_elements: float) -> float:
         """Return the seconds of the collectives of DDP that compute does not overlap.
 
         Args:
             message: seconds of all of them.
             compute: seconds of what runs at the same time.
-            updated: elements of a rank's shard.
+            num_elements: of the weights of whole units, which buckets divide.
         """
         if not message or not self._software.overlaps_data:
             return message
-        num_elements = updated * len(self._mesh.sharding_ranks)
         num_buckets = max(1, ceil(num_elements / BUCKET_ELEMENTS))
         contention = self._fitted.contention * min(compute, message)
         longer = max(0.0, message - compute)
