@@ -122,6 +122,25 @@ def test_buckets_have_the_elements_of_whole_units(level: int, copies: int) -> No
     assert found.seconds - alone.seconds >= 0.999 * (exposed.seconds - alone.seconds)
 
 
+@pytest.mark.parametrize(
+    ("level", "is_fsdp"), [(0, False), (1, False), (2, True), (3, True)], ids=str
+)
+def test_a_tied_vocabulary_is_gathered_reduced_and_updated_once(level: int, is_fsdp: bool) -> None:
+    slow_links = replace(H100, inside=Link(1e9, 0.0))
+    software = Software(overlaps_data=False)
+    mesh = RunLayout(8, level=level, global_batch=8, is_fsdp=is_fsdp)
+
+    def messages(vocabulary: int, is_tied: bool) -> float:
+        """Return the seconds of the messages and the update."""
+        sizes = replace(MODEL, layers=1, vocabulary=vocabulary, is_tied=is_tied)
+        return StepFormula(sizes, mesh, slow_links, software).step().exposed_seconds
+
+    of_layer = messages(0, False)
+    of_two = messages(128256, False) - of_layer
+    of_tied = messages(128256, True) - of_layer
+    assert of_tied == pytest.approx(of_two / 2)
+
+
 def test_virtual_stages_divide_the_bubble() -> None:
     def step(virtual: int) -> FormulaStep:
         mesh = RunLayout(64, pipeline=8, virtual=virtual, global_batch=64, level=1, is_fsdp=False)

@@ -13,7 +13,7 @@ is the mean of the microbatch's seconds for each further stage, divided by the v
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from megatron.planning.costs.gpu_kernels import FITTED, FP32, Fitted, Kernels
@@ -111,6 +111,11 @@ class UnitCost:
     gather: float
     reduce: float
     elements: UnitElements
+
+    @property
+    def without_weight(self) -> UnitCost:
+        """The cost of the same computation with a weight of another unit."""
+        return replace(self, gather=0.0, reduce=0.0, elements=UnitElements(0.0))
 
 
 @dataclass(frozen=True)
@@ -300,8 +305,11 @@ class StepFormula:
         reductions = 0.0
         whole = 0.0
         updated = 0.0
-        for kind, count in self._units_of(stage).items():
+        stored = self._stored_units_of(stage)
+        for kind, count in (stored | self._units_of(stage)).items():
             unit = self._unit(kind)
+            if kind not in stored:  # a tied output layer: its weight is the embedding's
+                unit = unit.without_weight
             gathers += count * unit.gather
             reductions += count * unit.reduce
             whole += count * unit.elements.whole
@@ -328,7 +336,7 @@ class StepFormula:
         )
 
     def _units_of(self, stage: Stage) -> dict[str, int]:
-        """Return the units of a stage that compute or are updated, by their kinds."""
+        """Return the units of a stage that compute, by their kinds."""
         units = {DENSE: stage.dense, EXPERTS: stage.experts}
         if stage.has_embedding:
             units[EMBEDDING] = 1
@@ -401,7 +409,10 @@ class StepFormula:
         return lasting + passing + kept + at_once + gradients + WORKSPACE
 
     def _stored_units_of(self, stage: Stage) -> dict[str, int]:
-        """Return the units of a stage whose weights a rank stores, by their kinds."""
+        """Return the units of a stage whose weights a rank stores and updates, by their kinds.
+
+        A tied output layer beside its embedding has no weight of its own.
+        """
         units = self._units_of(stage)
         if stage.has_embedding and self._sizes.is_tied:
             units.pop(OUTPUT, None)
