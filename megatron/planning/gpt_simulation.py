@@ -23,6 +23,7 @@ from megatron.mcore_adapter.coded_weights import (
 )
 from megatron.mcore_adapter.run.wrapped_model import unwrap
 from megatron.planning.costs.gpu_kernels import FITTED
+from megatron.planning.costs.message_seconds import collective_seconds
 from megatron.planning.host_copies import follow_copies
 from megatron.planning.layer_costs import GptCosts
 from megatron.planning.machine import Cluster
@@ -113,8 +114,7 @@ def simulate_stage(
         num_simulated = min(num_microbatches, num_ahead + max_microbatches)
 
     def seconds_of(entry: TraceEntry) -> float:
-        seconds = machine.collective_seconds(entry.name, entry.num_bytes, entry.ranks)
-        return seconds / FITTED.link
+        return collective_seconds(machine, entry.name, entry.num_bytes, entry.ranks)
 
     with (
         pretending(args, stage),

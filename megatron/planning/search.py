@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from megatron.planning.candidates import Candidate, Choices, candidates, no_mesh
-from megatron.planning.costs.gpu_kernels import FITTED
+from megatron.planning.costs.message_seconds import stage_message_seconds
 from megatron.planning.gpt_simulation import StagePrediction, simulate_stage
 from megatron.planning.machine import Cluster
 from megatron.planning.quick_estimate import QuickEstimate, QuickEstimates, unlike_stages
@@ -94,8 +94,7 @@ class Prediction:
             of_element = 2
         num_bytes = tokens * args.hidden_size * of_element
         distance = args.world_size // args.pipeline_model_parallel_size
-        seconds = self.machine.message_seconds(num_bytes, distance) / FITTED.link
-        return 2 * seconds
+        return stage_message_seconds(self.machine, num_bytes, distance)
 
     @cached_property
     def seconds(self) -> float:

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of time: products by shape, attention by length, pipelines, and FSDP beside DDP."""
 
+import argparse
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megatron.planning.candidates import Candidate
 from megatron.planning.costs.gpu_kernels import Fitted, Kernels, part_of_tiles
 from megatron.planning.costs.layer_memory import FULL, NONE, LayerMemory
 from megatron.planning.costs.layer_seconds import LayerWork
+from megatron.planning.costs.message_seconds import stage_message_seconds
 from megatron.planning.costs.model_sizes import ExpertSizes, ModelSizes, RunLayout
 from megatron.planning.costs.pipeline_stages import stages_of
 from megatron.planning.costs.software import Software
 from megatron.planning.costs.step_formula import FormulaStep, StepFormula
 from megatron.planning.machine import MACHINES, Cluster, Link
+from megatron.planning.search import Prediction
 from megatron.planning.sharding_choice import Choice, ChosenLayout, choices_of, turn_of
 
 H100 = MACHINES["h100"]
@@ -231,6 +235,34 @@ def test_a_slower_host_launches_the_output_later() -> None:
     usual = LayerWork(MODEL, mesh, H100, Software()).of_output().host
     slow = LayerWork(MODEL, mesh, machine, Software()).of_output().host
     assert slow.forward == pytest.approx(2 * usual.forward)
+
+
+def test_a_slower_host_sends_messages_between_stages_later() -> None:
+    usual = stage_message_seconds(H100, 1e6, 8, virtual=2)
+    slow = stage_message_seconds(replace(H100, host_speed=0.5), 1e6, 8, virtual=2)
+    assert slow - usual == pytest.approx(2 * 4 * Fitted().launch)
+    with_stages = {"pipeline": 8, "gpus": 8, "global_batch": 8, "level": 1, "is_fsdp": False}
+    args = argparse.Namespace(
+        world_size=8,
+        pipeline_model_parallel_size=8,
+        context_parallel_size=1,
+        micro_batch_size=1,
+        sequence_parallel=False,
+        seq_length=MODEL.sequence,
+        hidden_size=MODEL.hidden,
+        bf16=True,
+        fp16=False,
+    )
+    num_bytes = 2 * MODEL.sequence * MODEL.hidden
+    alone = Candidate(1, 8, 1, 1, 1, 1, recomputes=False, micro_batch=1)
+    for speed in (1.0, 0.01):
+        machine = replace(H100, host_speed=speed)
+        expected = stage_message_seconds(machine, num_bytes, 1)
+        # The search and the formulas send the same messages.
+        found = Prediction(candidate=alone, flags=[], args=args, machine=machine, stages=[])
+        assert found.message_seconds == pytest.approx(expected)
+        formula = StepFormula(MODEL, RunLayout(**with_stages), machine, Software())
+        assert formula._stage_messages() == pytest.approx(expected)
 
 
 def test_messages_between_stages_are_sent_for_each_virtual_stage() -> None:

@@ -19,6 +19,11 @@ from math import ceil
 from megatron.planning.costs.gpu_kernels import FITTED, FP32, Fitted, Kernels
 from megatron.planning.costs.layer_memory import NONE, LayerMemory
 from megatron.planning.costs.layer_seconds import LayerWork
+from megatron.planning.costs.message_seconds import (
+    collective_seconds,
+    overlapped_seconds,
+    stage_message_seconds,
+)
 from megatron.planning.costs.model_sizes import ModelSizes, RunLayout
 from megatron.planning.costs.pipeline_stages import Stage, stages_of
 from megatron.planning.costs.software import Software
@@ -261,8 +266,7 @@ class StepFormula:
         return ranks[: max(1, num_inner)]
 
     def _collective(self, name: str, num_bytes: float, ranks: range) -> float:
-        seconds = self._machine.collective_seconds(name, num_bytes, ranks)
-        return seconds / self._fitted.link
+        return collective_seconds(self._machine, name, num_bytes, ranks, self._fitted)
 
     def _gather_seconds(self, elements: UnitElements) -> float:
         """Return the seconds of the gather of weights."""
@@ -349,8 +353,7 @@ class StepFormula:
         """Return the seconds of compute while collectives run."""
         if not self._software.overlaps_data:
             return compute + message
-        slower = compute + self._fitted.contention * min(compute, message)
-        return max(slower, message)
+        return overlapped_seconds(compute, message, self._fitted)
 
     def _exposed(self, message: float, compute: float, num_elements: float) -> float:
         """Return the seconds of the collectives of DDP that compute does not overlap.
@@ -372,13 +375,14 @@ class StepFormula:
         mesh = self._mesh
         if mesh.pipeline == 1:
             return 0.0
-        launched = 4 * mesh.virtual * self._fitted.launch
-        if mesh.virtual > 1 and self._software.overlaps_data:
-            return launched
-        distance = mesh.gpus // mesh.pipeline
-        message = self._machine.message_seconds(self._memory.input_bytes, distance)
-        message /= self._fitted.link
-        return 2 * mesh.virtual * message + launched
+        return stage_message_seconds(
+            machine=self._machine,
+            num_bytes=self._memory.input_bytes,
+            distance=mesh.gpus // mesh.pipeline,
+            virtual=mesh.virtual,
+            is_overlapped=mesh.virtual > 1 and self._software.overlaps_data,
+            fitted=self._fitted,
+        )
 
     # ---- memory
 
