@@ -39,7 +39,9 @@ OUTPUT = "output"
 EMBEDDING = "embedding"
 
 BUCKET_ELEMENTS = 40e6
-"""Elements of a bucket of DDP in Megatron-Core: the default of --ddp-bucket-size with few ranks."""
+BUCKET_ELEMENTS_OF_RANK = 1e6
+"""Elements of a bucket of DDP in Megatron-Core, the default of --ddp-bucket-size: at least the
+former, and the latter for each data rank."""
 
 WORKSPACE = 600e6
 """Bytes of workspaces of cuBLAS and attention, and of what lives shortly besides activations; an
@@ -365,7 +367,8 @@ class StepFormula:
         """
         if not message or not self._software.overlaps_data:
             return message
-        num_buckets = max(1, ceil(num_elements / BUCKET_ELEMENTS))
+        of_bucket = max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_OF_RANK * self._mesh.data)
+        num_buckets = max(1, ceil(num_elements / of_bucket))
         contention = self._fitted.contention * min(compute, message)
         longer = max(0.0, message - compute)
         return longer + message / num_buckets + contention
