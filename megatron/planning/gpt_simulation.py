@@ -191,7 +191,7 @@ def sharded_skeleton(
     of_code = code_bytes(args)
     parts: dict[ParamGroup, float] = {}
     for group in engine.groups:
-        parts[group] = gathered_part(group, coded, of_code)
+        parts[group] = costs.gathered_part * gathered_part(group, coded, of_code)
     attach(simulator, engine, parts)
     follow_copies(simulator, engine, machine)
     units = [unit.module for unit in engine._units if unit.module is not None]

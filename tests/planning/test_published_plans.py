@@ -14,7 +14,12 @@ from click.testing import CliRunner
 from megatron.planning.published.compared_runs import ComparedRun
 from megatron.planning.published.comparison_report import report_lines
 from megatron.planning.published.constant_fit import LIMITS, bound_of, fit, neutral
-from megatron.planning.published.plan_run import PlannedRun, formula_of, plan_run
+from megatron.planning.published.plan_run import (
+    PlannedRun,
+    formula_of,
+    plan_run,
+    simulated_seconds,
+)
 from megatron.planning.published.published_runs import PublishedRun, read_runs
 from megatron.planning.published.run_flags import NotExpressibleError
 from megatron.planning.published.run_machine import machine_of
@@ -101,6 +106,12 @@ def test_software_follows_from_the_framework_and_the_notes() -> None:
     assert software_of(row(gradient_reduction="bf16")).reduce_bytes == 2
     assert software_of(row(precision="fp8")).uses_fp8
     assert software_of(row(precision="fp32")).compute_bytes == 4
+
+
+def test_a_run_whose_messages_overlap_with_nothing_is_not_simulated() -> None:
+    run = row(framework="nanotron", compile=None)
+    assert not software_of(run).overlaps_data
+    assert simulated_seconds(run, formula_of(run)) is None
 
 
 def test_more_compute_and_more_recomputation_take_longer() -> None:
