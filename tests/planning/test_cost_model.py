@@ -16,9 +16,10 @@ from megatron.planning.costs.model_sizes import ExpertSizes, ModelSizes, RunLayo
 from megatron.planning.costs.pipeline_stages import stages_of
 from megatron.planning.costs.software import Software
 from megatron.planning.costs.step_formula import FormulaStep, StepFormula
+from megatron.planning.layout_search import ChosenLayout
 from megatron.planning.machine import MACHINES, Cluster, Link
 from megatron.planning.search import Prediction
-from megatron.planning.sharding_choice import Choice, ChosenLayout, choices_of, turn_of
+from megatron.planning.sharding_choice import Choice, choices_of, turn_of
 
 H100 = MACHINES["h100"]
 MODEL = ModelSizes(

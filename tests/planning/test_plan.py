@@ -5,23 +5,26 @@ import argparse
 import json
 import warnings
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.planning.candidates import Candidate, Choices, candidates, layers_of_ends
 from megatron.planning.costs.gpu_kernels import Kernels
 from megatron.planning.costs.layer_memory import ATTENTION_CORE, FULL, MLP
-from megatron.planning.costs.model_sizes import sizes_of_arguments
+from megatron.planning.costs.model_sizes import RunLayout, sizes_of_arguments
 from megatron.planning.costs.software import UNFUSED
 from megatron.planning.layer_costs import GptCosts, recompute_of_arguments, software_of_arguments
+from megatron.planning.layout_search import is_interleaved, layouts_of
 from megatron.planning.machine import MACHINES
 from megatron.planning.presets import PRESETS
 from megatron.planning.quick_estimate import arguments_of
 from megatron.planning.search import model_arguments
-from megatron.planning.sharding_choice import layouts_of
 from tests.support.rank_pool import run_ranks
 from tools.plan import main, words_of
 
@@ -259,11 +262,37 @@ def test_fsdp_and_ddp_are_compared_within_limits() -> None:
 
 def test_sizes_of_layouts_divide_the_model() -> None:
     sizes = replace(sizes_of_arguments(completed(TINY)), heads=12, key_heads=6, layers=6)
-    found = list(layouts_of(sizes, 32, MACHINES["h100"], 8, Choices()))
+    found = [*layouts_of(sizes, 32, 8, 8, Choices(), is_fsdp=True)]
+    found += layouts_of(sizes, 32, 8, 8, Choices(), is_fsdp=False)
     assert {layout.tensor for layout in found} == {1, 2}  # 4 do not divide 6 heads
     for layout in found:
         if layout.virtual > 1:
             assert layout.num_microbatches % layout.pipeline == 0
+
+
+@pytest.mark.parametrize(("layers", "runs"), [(80, True), (126, True), (62, True), (61, False)])
+def test_stages_are_interleaved_as_megatron_core_accepts_it(layers: int, runs: bool) -> None:
+    sizes = replace(sizes_of_arguments(completed(TINY)), layers=layers, dense_layers=layers)
+    mesh = RunLayout(8, pipeline=8, global_batch=64, level=1, is_fsdp=False)
+    assert is_interleaved(sizes, mesh, 2) == runs
+    assert not is_interleaved(sizes, replace(mesh, global_batch=36), 2)
+    counts_ends = layers % 16 != 0
+    config = partial(
+        TransformerConfig,
+        num_layers=layers,
+        hidden_size=64,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=8,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.bfloat16,
+        account_for_embedding_in_pipeline_split=counts_ends,
+        account_for_loss_in_pipeline_split=counts_ends,
+    )
+    if runs:
+        config()
+    else:
+        with pytest.raises(ValueError, match="must be divisible"):
+            config()
 
 
 def test_selective_recomputation_is_planned_by_the_search() -> None:
