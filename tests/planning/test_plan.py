@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import time
 import warnings
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,7 +15,14 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.planning.candidates import Candidate, Choices, candidates, layers_of_ends
+from megatron.planning.candidates import (
+    Candidate,
+    Choices,
+    _numbers_of_gpus,
+    candidates,
+    layers_of_ends,
+    no_mesh,
+)
 from megatron.planning.costs.gpu_kernels import Kernels
 from megatron.planning.costs.layer_memory import ATTENTION_CORE, FULL, MLP
 from megatron.planning.costs.model_sizes import RunLayout, sizes_of_arguments
@@ -175,6 +183,21 @@ def test_a_batch_that_no_mesh_divides_is_told() -> None:
     assert "give --gpus 4 or --gpus 8 or --global-batch-size 7 or --global-batch-size 14" in output
     beside = CliRunner().invoke(main, ["--gpus", "7", "--beside-ddp", *TINY.split()])
     assert beside.exit_code == 1 and "no mesh of 7 GPUs divides" in beside.output
+
+
+@pytest.mark.parametrize("flags", ["", " --num-experts 4"], ids=["dense", "experts"])
+def test_the_numbers_of_gpus_that_are_named_are_those_with_candidates(flags: str) -> None:
+    args = completed(f"{TINY}{flags}")
+    choices = Choices(context=(1, 2), micro_batch=(1, 4))
+    found = [number for number in range(1, 130) if [*candidates(args, number, 8, choices)]]
+    assert sorted(_numbers_of_gpus(args, 8, choices)) == found
+
+
+def test_many_gpus_that_do_not_divide_a_model_are_told_at_once() -> None:
+    args = completed(TINY)
+    began = time.process_time()
+    assert "give --gpus 32 or --global" in no_mesh(args, 65536, 8, Choices())
+    assert time.process_time() - began < 2
 
 
 def test_a_model_that_fits_nowhere_is_told() -> None:
