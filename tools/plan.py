@@ -195,7 +195,7 @@ def show_settings(plan: Plan, num_wanted: int, picture: Path | None) -> None:
             memory_limit=plan.memory_limit,
             choices=plan.choices,
             num_wanted=num_wanted,
-            say=click.echo,
+            log=click.echo,
         )
     except ValueError as error:
         raise click.ClickException(str(error)) from None

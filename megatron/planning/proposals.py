@@ -113,12 +113,12 @@ def _fastest(plan: Plan, flags: Sequence[str], machine: Cluster) -> Prediction |
         memory_limit=plan.memory_limit,
         choices=plan.choices,
         num_wanted=1,
-        say=_say_nothing,
+        log=_log_nothing,
     )
     return found[0] if found else None
 
 
-def _say_nothing(line: str) -> None:
+def _log_nothing(line: str) -> None:
     """Drop a line about a search."""
 
 

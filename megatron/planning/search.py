@@ -201,7 +201,7 @@ def search(
     memory_limit: float,
     choices: Choices,
     num_wanted: int,
-    say: Callable[[str], object],
+    log: Callable[[str], object],
 ) -> list[Prediction]:
     """Return the fastest settings that fit, the fastest first.
 
@@ -213,7 +213,7 @@ def search(
         memory_limit: bytes of a GPU.
         choices: what may be chosen.
         num_wanted: number of settings.
-        say: is called with lines about the search.
+        log: is called with each line about the search.
 
     Raises:
         ValueError: if the sizes of the model, the batch and the mesh go together in no way.
@@ -226,10 +226,10 @@ def search(
     for estimate in every:
         if estimate.num_bytes <= memory_limit and estimate.host_bytes <= host_share:
             fitting.append(estimate)
-    say(f"{len(every):,} settings, of which {len(fitting):,} are estimated to fit")
+    log(f"{len(every):,} settings, of which {len(fitting):,} are estimated to fit")
     if not fitting:
         least = min(estimate.num_bytes for estimate in every)
-        say(f"the smallest one is estimated to need {least / GIB:.3g} GiB of each GPU")
+        log(f"the smallest one is estimated to need {least / GIB:.3g} GiB of each GPU")
     fitting.sort(key=lambda estimate: estimate.seconds)
     return _simulated(
         words=words,
