@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
 
+from megatron.planning.costs.gpu_kernels import FITTED
 from megatron.planning.published.compared_runs import ComparedRun
 from megatron.planning.published.comparison_report import report_lines
 from megatron.planning.published.constant_fit import LIMITS, bound_of, fit, neutral
@@ -123,6 +124,27 @@ def test_more_compute_and_more_recomputation_take_longer() -> None:
     longer = dict(row()["model"]) | {"seq_length": 16384}
     assert formula_of(row(model=longer)).seconds > 2 * seconds
     assert sizes_of(row(model=longer)).flops_per_token > sizes_of(row()).flops_per_token
+
+
+FASTER_IF_LARGER = ("product", "memory", "link")
+LEAST_EFFECT = 0.01
+"""Part of a step that the limits of a constant are apart, in the run where it matters most."""
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_each_constant_changes_the_step(name: str) -> None:
+    short = dict(row()["model"]) | {"seq_length": 256}
+    experts = {"experts": 8, "top_k": 2, "expert_ffn": 14336}
+    of_host = {"gpus": 8, "dp": 8, "global_batch": 16, "compile": False, "zero_level": 1}
+    runs = [*read_runs(RUNS), row(**of_host, model=short)]
+    runs.append(row(**of_host, model=short | {"moe": experts}))
+    low, high = (replace(FITTED, **{name: value}) for value in LIMITS[name])
+    slower, faster = (low, high) if name in FASTER_IF_LARGER else (high, low)
+    effects = []
+    for run in runs:
+        effects.append(formula_of(run, slower).seconds / formula_of(run, faster).seconds - 1)
+    assert min(effects) >= 0
+    assert max(effects) > LEAST_EFFECT
 
 
 def test_a_report_on_one_source_has_no_cross_validation(tmp_path: Path) -> None:
