@@ -136,6 +136,7 @@ def software_of_arguments(args: argparse.Namespace) -> Software:
         update_bytes=update_bytes,
         reduce_bytes=of_gradient,
         gradient_bytes=of_gradient,
+        imbalance=args.expert_imbalance,
     )
 
 

@@ -102,7 +102,7 @@ def _fastest(plan: Plan, flags: Sequence[str], machine: Cluster) -> Prediction |
     if "--optimizer-cpu-offload" in names and machine.host is None:
         return None
     words = [*plan.words, *flags]
-    args = model_arguments(words, [])
+    args = model_arguments(words, [], plan.args.expert_imbalance)
     if args is None:
         return None
     found = search(

@@ -123,12 +123,15 @@ class Prediction:
         return of_gpu / self.machine.flops
 
 
-def model_arguments(words: Sequence[str], problems: list[str]) -> argparse.Namespace | None:
-    """Return the completed arguments of a model on one rank, with ``padded_vocab_size``.
+def model_arguments(
+    words: Sequence[str], problems: list[str], expert_imbalance: float = 1.0
+) -> argparse.Namespace | None:
+    """Return the completed arguments of a model on one rank, as :func:`arguments_on` does.
 
     Args:
         words: flags of ``pretrain_gpt.py``, without those that a search chooses.
         problems: gets everything that is wrong with them; then None is returned.
+        expert_imbalance: tokens of the busiest expert rank, in those of the mean.
     """
     given = {word.split("=")[0] for word in words}
     for flag, option in CHOSEN.items():
@@ -139,15 +142,22 @@ def model_arguments(words: Sequence[str], problems: list[str]) -> argparse.Names
             problems.append(f"{flag}: {subject} cannot be planned; leave it out")
     words = [*words, "--micro-batch-size", "1"]
     try:
-        args = arguments_on(words, 1)
+        args = arguments_on(words, 1, expert_imbalance)
     except CommandLineError as error:
         problems += error.problems
         return None
     return None if problems else args
 
 
-def arguments_on(words: Sequence[str], num_gpus: int) -> argparse.Namespace:
-    """Return completed and checked arguments, with ``padded_vocab_size``.
+def arguments_on(
+    words: Sequence[str], num_gpus: int, expert_imbalance: float = 1.0
+) -> argparse.Namespace:
+    """Return completed and checked arguments, with ``padded_vocab_size`` and the imbalance.
+
+    Args:
+        words: flags of ``pretrain_gpt.py``.
+        num_gpus: of the run.
+        expert_imbalance: tokens of the busiest expert rank, in those of the mean.
 
     Raises:
         CommandLineError: lists everything that is wrong with them.
@@ -172,7 +182,8 @@ def arguments_on(words: Sequence[str], num_gpus: int) -> argparse.Namespace:
         rows = embedding_rows(args, build_tokenizer(TokenizerChoice.of(args)))
     except (ValueError, OSError) as error:
         raise CommandLineError([str(error)]) from None
-    return argparse.Namespace(**vars(args) | {"padded_vocab_size": rows})
+    added = {"padded_vocab_size": rows, "expert_imbalance": expert_imbalance}
+    return argparse.Namespace(**vars(args) | added)
 
 
 def estimates_of(
@@ -264,7 +275,7 @@ def _simulated(
         has_experts = bool(model.num_experts)
         flags = [*words, *estimate.candidate.flags(has_experts)]
         try:
-            args = arguments_on(flags, num_gpus)
+            args = arguments_on(flags, num_gpus, model.expert_imbalance)
         except CommandLineError:  # the program would refuse them
             continue
         num_tries += 1

@@ -254,6 +254,22 @@ def test_the_update_takes_the_bytes_of_the_formulas() -> None:
     assert GptCosts(args, machine).update_seconds(10**9) == pytest.approx(0.7 * seconds)
 
 
+def test_imbalance_of_experts_is_planned_and_refused_without_experts() -> None:
+    large = TINY.replace("--hidden-size 64", "--hidden-size 4096 --moe-ffn-hidden-size 8192")
+    flags = f"{large} --num-experts 4 --gpus 8 --beside-ddp --expert-imbalance"
+    even, uneven = (CliRunner().invoke(main, [*flags.split(), text]) for text in ("1", "40"))
+    assert even.exit_code == uneven.exit_code == 0, uneven.output
+    assert even.output != uneven.output
+    args = model_arguments(words_of(f"{TINY} --num-experts 4", []), [], 1.5)
+    assert args is not None and software_of_arguments(args).imbalance == 1.5
+    for_one = arguments_of(args, Candidate(1, 1, 1, 4, 3, 1, False, 1), 8)
+    assert software_of_arguments(for_one).imbalance == 1.5
+    dense = CliRunner().invoke(main, f"{TINY} --gpus 8 --expert-imbalance 2".split())
+    assert "--expert-imbalance is that of experts, which the model has not" in dense.output
+    small = CliRunner().invoke(main, f"{TINY} --gpus 8 --expert-imbalance 0.5".split())
+    assert "--expert-imbalance expects a number of at least 1 but got 0.5" in small.output
+
+
 def test_what_fsdp_and_ddp_are_not_compared_with_is_told_at_once() -> None:
     words = f"{TINY} --gpus 8 --beside-ddp --level 2 --show 3 --picture a.png"
     words += " --optimizer-cpu-offload"

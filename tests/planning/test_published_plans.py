@@ -109,6 +109,15 @@ def test_software_follows_from_the_framework_and_the_notes() -> None:
     assert software_of(row(precision="fp32")).compute_bytes == 4
 
 
+def test_a_run_may_state_the_imbalance_of_its_experts() -> None:
+    experts = {"experts": 8, "top_k": 2, "expert_ffn": 14336}
+    model = dict(row()["model"]) | {"moe": experts}
+    even = formula_of(row(model=model, recompute="none"))
+    uneven = formula_of(row(model=model, recompute="none", expert_imbalance=1.5))
+    assert uneven.seconds > 1.1 * even.seconds
+    assert uneven.peak_bytes > even.peak_bytes
+
+
 def test_a_run_whose_messages_overlap_with_nothing_is_not_simulated() -> None:
     run = row(framework="nanotron", compile=None)
     assert not software_of(run).overlaps_data
