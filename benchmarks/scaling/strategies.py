@@ -92,24 +92,29 @@ class ScaleStrategy:
 
 
 def choices_of_strategy(
-    tensor: Sequence[int] = (1,), pipeline: Sequence[int] = (1,), expert: Sequence[int] = (1,)
+    tensor: Sequence[int] = (1,),
+    pipeline: Sequence[int] = (1,),
+    context: Sequence[int] = (),
+    expert: Sequence[int] = (1,),
 ) -> Choices:
     """Return sizes that a strategy may have.
 
     Args:
         tensor: tensor-parallel ranks.
         pipeline: pipeline stages.
+        context: context-parallel ranks; empty: those with ``SHORTEST_PART`` tokens at least.
         expert: expert-parallel ranks.
     """
-    return Choices(tensor=tensor, pipeline=pipeline, context=(1,), expert=expert)
+    return Choices(tensor=tensor, pipeline=pipeline, context=context, expert=expert)
 
 
-OF_DATA = choices_of_strategy()
+OF_DATA = choices_of_strategy(context=(1,))
 OF_TENSOR = choices_of_strategy(tensor=(8,))
 OF_EXPERT = choices_of_strategy(expert=EXPERT_RANKS)
 
 FSDP_ALONE = ScaleStrategy("FSDP", OF_DATA)
 HYBRID = ScaleStrategy("hybrid", OF_DATA, is_hybrid=True)
+FSDP_CONTEXT = ScaleStrategy("FSDP, CP 2", choices_of_strategy(context=(2,)))
 FSDP_TENSOR = ScaleStrategy("FSDP, TP 8", OF_TENSOR)
 HYBRID_TENSOR = ScaleStrategy("hybrid, TP 8", OF_TENSOR, is_hybrid=True)
 DDP_STAGES = ScaleStrategy(
@@ -123,7 +128,7 @@ DDP_EXPERT = ScaleStrategy(
     is_fsdp=False,
 )
 
-OF_DENSE = (FSDP_ALONE, HYBRID, FSDP_TENSOR, HYBRID_TENSOR, DDP_STAGES)
+OF_DENSE = (FSDP_ALONE, HYBRID, FSDP_CONTEXT, FSDP_TENSOR, HYBRID_TENSOR, DDP_STAGES)
 OF_EXPERTS = (FSDP_ALONE, FSDP_EXPERT, HYBRID_EXPERT, DDP_EXPERT)
 
 
