@@ -28,6 +28,7 @@ from megatron.planning.published.run_software import mesh_of, sizes_of, software
 from tests.support.rank_pool import run_ranks
 from tools.plan import main
 
+ROOT = Path(__file__).parents[2]
 RUNS = Path(__file__).with_name("published_runs.jsonl")
 ERROR_OF_SECONDS = 0.12
 ERROR_OF_MEMORY = 0.12
@@ -154,6 +155,27 @@ def test_each_constant_changes_the_step(name: str) -> None:
         effects.append(formula_of(run, slower).seconds / formula_of(run, faster).seconds - 1)
     assert min(effects) >= 0
     assert max(effects) > LEAST_EFFECT
+
+
+def test_the_page_has_the_errors_of_the_report() -> None:
+    report = (ROOT / "benchmarks/results/published_runs.md").read_text()
+    page = (ROOT / "docs/planning.md").read_text()
+    number = r"(\d+\.\d)%"
+    every = re.search(rf"{number} +{number} +{number} +{number} +(\d+) +\S+ +all\n", report)
+    left_out = re.search(rf"{number} +{number} of +\d+  all\n", report)
+    one_profile = re.search(rf"{number} +{number} of +\d+  all, with one profile", report)
+    assert every and left_out and one_profile
+    *step, memory, of_memory, count = every.groups()
+    rows = {
+        "step": step,
+        "step, by constants fitted without": left_out.groups(),
+        "step, with": one_profile.groups(),
+        "memory, of 14 runs": (memory, of_memory),
+    }
+    for title, (median, ninetieth) in rows.items():
+        text = rf"^\| {title}[^|]* \| {median} % \| {ninetieth} % \|$"
+        assert re.search(text, page, re.MULTILINE), (title, median, ninetieth)
+    assert f", {count} of 82 runs of" in page
 
 
 def test_a_report_on_one_source_has_no_cross_validation(tmp_path: Path) -> None:
