@@ -8,6 +8,7 @@ import pytest
 from benchmarks.scaling.confirmed import MEASURED_RUNS, planned_teraflops
 from benchmarks.scaling.failures import LLAMA, failure_cost, goodput
 from benchmarks.scaling.models import MODELS, active_parameters, num_parameters
+from benchmarks.scaling.pictures import MARKERS
 from benchmarks.scaling.strategies import (
     FSDP_ALONE,
     FSDP_CONTEXT,
@@ -82,6 +83,11 @@ def test_context_parallelism_needs_fewer_sequences_and_long_ones() -> None:
     assert cell_of(row).endswith(", CP 2")
     for strategy in strategies_of(DEEPSEEK.sizes):  # its sequences have 4,096 tokens
         assert {mesh.context for mesh in layouts(DEEPSEEK, strategy, 1024)} == {1}
+
+
+def test_pictures_have_a_marker_for_each_strategy() -> None:
+    for model in MODELS:
+        assert len(strategies_of(model.sizes)) <= len(set(MARKERS))
 
 
 def test_experts_without_ranks_of_their_own_do_not_fit() -> None:
