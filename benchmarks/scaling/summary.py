@@ -80,9 +80,12 @@ def of_stages(trees: Sequence[ScaleRow]) -> str:
     """Return the line on many GPUs with the batch of the run."""
     plain = select(trees, _DENSE, FSDP_TENSOR.name)[LARGE]
     stages = select(trees, _DENSE, DDP_STAGES.name)[LARGE]
+    context = ""
+    if stages.mesh.context > 1:
+        context = f" CP {stages.mesh.context},"
     return (
         f"- On {LARGE:,} H100 with its own batch {_DENSE.title} has {stages.utilization:.0%} MFU"
-        f" with TP, PP and DDP, and {plain.utilization:.0%} with level 3 and TP 8: one sequence for"
+        f" with TP, PP,{context} and DDP, and {plain.utilization:.0%} with level 3 and TP 8: one sequence for"
         f" each data rank is too little compute to hide {plain.exposed:.0%} of the step (by"
         " formulas; the engine's simulation is faster there, see below)."
     )
