@@ -86,8 +86,8 @@ def of_stages(trees: Sequence[ScaleRow]) -> str:
     return (
         f"- On {LARGE:,} H100 with its own batch {_DENSE.title} has {stages.utilization:.0%} MFU"
         f" with TP, PP,{context} and DDP, and {plain.utilization:.0%} with level 3 and TP 8: one"
-        f" sequence for each data rank is too little compute to hide {plain.exposed:.0%} of the step (by"
-        " formulas; the engine's simulation is faster there, see below)."
+        f" sequence for each data rank is too little compute to hide {plain.exposed:.0%} of the"
+        " step (by formulas; the engine's simulation is faster there, see below)."
     )
 
 
