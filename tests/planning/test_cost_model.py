@@ -127,6 +127,19 @@ def test_buckets_have_the_elements_of_whole_units(level: int, copies: int) -> No
     assert found.seconds - alone.seconds >= 0.999 * (exposed.seconds - alone.seconds)
 
 
+def test_buckets_are_larger_on_more_data_ranks() -> None:
+    sizes = replace(MODEL, layers=1, vocabulary=1024)  # 226 million elements
+
+    def part_exposed(gpus: int) -> float:
+        """Return the part of the messages that waits for the last bucket or longer."""
+        mesh = RunLayout(gpus, level=1, global_batch=8 * gpus, is_fsdp=False)
+        found = StepFormula(sizes, mesh, H100, Software()).step().exposed_seconds
+        plain = Software(overlaps_data=False)
+        return found / StepFormula(sizes, mesh, H100, plain).step().exposed_seconds
+
+    assert part_exposed(512) > 0.999 > 0.95 > part_exposed(8)
+
+
 @pytest.mark.parametrize(
     ("level", "is_fsdp"), [(0, False), (1, False), (2, True), (3, True)], ids=str
 )
