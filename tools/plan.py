@@ -116,6 +116,13 @@ class NumberList(click.ParamType):
 @click.option("--expert", type=NumberList(), default=(), help="expert-parallel ranks")
 @click.option("--level", type=NumberList(0), default=(), help="ZeRO levels, 0 to 3")
 @click.option("--micro-batch", type=NumberList(), default=(), help="sequences of a microbatch")
+@click.option(
+    "--expert-imbalance",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="tokens of the busiest expert rank, in those of the mean",
+)
 @click.option("--show", type=int, default=4, show_default=True, help="settings to show")
 @click.option("--picture", type=click.Path(path_type=Path), help="PNG of the best: memory, streams")
 @click.option("--beside-ddp", is_flag=True, help="FSDP beside DDP, on 1/4 to 4 times the GPUs")
@@ -129,6 +136,7 @@ def main(
     gpus: int | None,
     machine: str,
     memory_limit: float | None,
+    expert_imbalance: float,
     show: int,
     picture: Path | None,
     beside_ddp: bool,
@@ -158,7 +166,10 @@ def main(
     except ValueError as error:
         problems.append(str(error))
     words = words_of(preset.flags if preset else "", call.args)
-    args = model_arguments(words, problems) if preset or call.args else None
+    args = None
+    if preset or call.args:
+        args = model_arguments(words, problems, expert_imbalance)
+    problems += problems_of_imbalance(expert_imbalance, args)
     if args is not None and args.optimizer_cpu_offload and described and described.host is None:
         problems.append("--optimizer-cpu-offload needs the host in the description of --machine")
     if beside_ddp:
@@ -195,7 +206,7 @@ def show_settings(plan: Plan, num_wanted: int, picture: Path | None) -> None:
             memory_limit=plan.memory_limit,
             choices=plan.choices,
             num_wanted=num_wanted,
-            say=click.echo,
+            log=click.echo,
         )
     except ValueError as error:
         raise click.ClickException(str(error)) from None
@@ -288,6 +299,21 @@ def problems_of_numbers(num_gpus: int, show: int, memory_limit: float | None) ->
         yield f"--show expects at least 1 but got {show}"
     if memory_limit is not None and not 0 < memory_limit < math.inf:
         yield f"--memory-limit expects GiB above 0 but got {memory_limit:g}"
+
+
+def problems_of_imbalance(
+    expert_imbalance: float, args: argparse.Namespace | None
+) -> Iterator[str]:
+    """Yield what is wrong with the imbalance of experts.
+
+    Args:
+        expert_imbalance: tokens of the busiest expert rank, in those of the mean.
+        args: the completed arguments of the model; None: there are none.
+    """
+    if not 1 <= expert_imbalance < math.inf:
+        yield f"--expert-imbalance expects a number of at least 1 but got {expert_imbalance:g}"
+    elif expert_imbalance > 1 and args is not None and not args.num_experts:
+        yield "--expert-imbalance is that of experts, which the model has not"
 
 
 def problems_of_picture(picture: Path | None) -> Iterator[str]:

@@ -18,6 +18,7 @@ from benchmarks.scaling.strategies import (
     best_row,
     step_of,
 )
+from benchmarks.scaling.tables import header
 from megatron.planning.candidates import Candidate
 from megatron.planning.costs.layer_memory import FULL
 from megatron.planning.costs.model_sizes import RunLayout
@@ -84,8 +85,8 @@ def simulate(row: ScaleRow) -> StagePrediction:
 
 def simulated_lines(machine: Cluster) -> Iterator[str]:
     """Yield a table of points that the engine simulates too, in Markdown."""
-    yield "| model | strategy | GPUs | formulas, s | engine, s | difference | exposed | GiB |"
-    yield "|---|---|---|---|---|---|---|---|"
+    titles = ("strategy", "GPUs", "formulas, s", "engine, s", "difference", "exposed", "GiB")
+    yield from header("model", titles)
     for model, strategy, num_gpus in SIMULATED:
         row = best_row(model, strategy, num_gpus, machine)
         assert row is not None
@@ -101,8 +102,8 @@ def simulated_lines(machine: Cluster) -> Iterator[str]:
 
 def measured_lines() -> Iterator[str]:
     """Yield a table of the largest published runs, in Markdown."""
-    yield "| GPUs | measured TFLOP/s a GPU | planned, 4 virtual stages | 8 virtual stages |"
-    yield "|---|---|---|---|"
+    titles = ("measured TFLOP/s a GPU", "planned, 4 virtual stages", "8 virtual stages")
+    yield from header("GPUs", titles)
     for run in MEASURED_RUNS:
         cells = [f"{run.gpus:,}", f"{run.teraflops:.0f}"]
         for virtual in VIRTUAL_OF_MEASURED:

@@ -20,7 +20,8 @@ from benchmarks.scaling.strategies import (
 )
 from megatron.planning.machine import MACHINES, Cluster
 
-MARKERS = "osD^v"
+MARKERS = "osD^vP"
+"""Of the strategies of a model."""
 GIB_TICKS = (8, 16, 32, 64, 128, 256, 512)
 STYLES: tuple[tuple[str, FailureRate], ...] = (("-", LLAMA), ("--", OPT))
 

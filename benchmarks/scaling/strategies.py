@@ -19,10 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from benchmarks.scaling.models import ModelOfScale
+from megatron.planning.candidates import Choices
 from megatron.planning.costs.layer_memory import FULL, NONE
 from megatron.planning.costs.model_sizes import ModelSizes, RunLayout
 from megatron.planning.costs.step_formula import FormulaStep, StepFormula
 from megatron.planning.layer_costs import MEGATRON_CORE
+from megatron.planning.layout_search import MOST_TENSOR, best_layout, layouts_of
 from megatron.planning.machine import Cluster, Link
 
 NUMBERS = (64, 256, 1024, 4096, 16384, 65536)
@@ -35,12 +37,10 @@ MOST_EXPOSED = 0.2
 """Part of a step in which compute may wait for shards, or stages for others, before a strategy
 counts as stopped."""
 
-MICRO_BATCH_SIZES = (1, 2, 4)
 INNER_GPUS = (64, 128, 256, 512)
 """GPUs that share one copy of the weights in hybrid sharding."""
 
 STAGES = (2, 4, 8, 16)
-VIRTUAL = (1, 2, 4, 8)
 EXPERT_RANKS = (8, 16, 32, 64)
 
 NO_TIME = Link(1e30, 0.0)
@@ -80,33 +80,55 @@ class ScaleStrategy:
 
     Args:
         name: for readers.
-        tensor: tensor-parallel ranks.
-        stages: numbers of pipeline stages.
-        expert: numbers of expert-parallel ranks, for models with experts.
+        choices: sizes that it may have.
         is_hybrid: the weights have several copies.
         is_fsdp: level 3; otherwise DDP with the distributed optimizer.
     """
 
     name: str
-    tensor: tuple[int, ...] = (1,)
-    stages: tuple[int, ...] = (1,)
-    expert: tuple[int, ...] = (1,)
+    choices: Choices
     is_hybrid: bool = False
     is_fsdp: bool = True
 
 
-FSDP_ALONE = ScaleStrategy("FSDP")
-HYBRID = ScaleStrategy("hybrid", is_hybrid=True)
-FSDP_TENSOR = ScaleStrategy("FSDP, TP 8", tensor=(8,))
-HYBRID_TENSOR = ScaleStrategy("hybrid, TP 8", tensor=(8,), is_hybrid=True)
-DDP_STAGES = ScaleStrategy("DDP, TP 8, PP", tensor=(8,), stages=STAGES, is_fsdp=False)
-FSDP_EXPERT = ScaleStrategy("FSDP, EP", expert=EXPERT_RANKS)
-HYBRID_EXPERT = ScaleStrategy("hybrid, EP", expert=EXPERT_RANKS, is_hybrid=True)
+def choices_of_strategy(
+    tensor: Sequence[int] = (1,),
+    pipeline: Sequence[int] = (1,),
+    context: Sequence[int] = (),
+    expert: Sequence[int] = (1,),
+) -> Choices:
+    """Return sizes that a strategy may have.
+
+    Args:
+        tensor: tensor-parallel ranks.
+        pipeline: pipeline stages.
+        context: context-parallel ranks; empty: those with ``SHORTEST_PART`` tokens at least.
+        expert: expert-parallel ranks.
+    """
+    return Choices(tensor=tensor, pipeline=pipeline, context=context, expert=expert)
+
+
+OF_DATA = choices_of_strategy(context=(1,))
+OF_TENSOR = choices_of_strategy(tensor=(8,))
+OF_EXPERT = choices_of_strategy(expert=EXPERT_RANKS)
+
+FSDP_ALONE = ScaleStrategy("FSDP", OF_DATA)
+HYBRID = ScaleStrategy("hybrid", OF_DATA, is_hybrid=True)
+FSDP_CONTEXT = ScaleStrategy("FSDP, CP 2", choices_of_strategy(context=(2,)))
+FSDP_TENSOR = ScaleStrategy("FSDP, TP 8", OF_TENSOR)
+HYBRID_TENSOR = ScaleStrategy("hybrid, TP 8", OF_TENSOR, is_hybrid=True)
+DDP_STAGES = ScaleStrategy(
+    "DDP, TP 8, PP", choices_of_strategy(tensor=(8,), pipeline=STAGES), is_fsdp=False
+)
+FSDP_EXPERT = ScaleStrategy("FSDP, EP", OF_EXPERT)
+HYBRID_EXPERT = ScaleStrategy("hybrid, EP", OF_EXPERT, is_hybrid=True)
 DDP_EXPERT = ScaleStrategy(
-    "DDP, TP, PP, EP", tensor=(1, 8), stages=STAGES, expert=EXPERT_RANKS, is_fsdp=False
+    "DDP, TP, PP, EP",
+    choices_of_strategy(tensor=(1, 8), pipeline=STAGES, expert=EXPERT_RANKS),
+    is_fsdp=False,
 )
 
-OF_DENSE = (FSDP_ALONE, HYBRID, FSDP_TENSOR, HYBRID_TENSOR, DDP_STAGES)
+OF_DENSE = (FSDP_ALONE, HYBRID, FSDP_CONTEXT, FSDP_TENSOR, HYBRID_TENSOR, DDP_STAGES)
 OF_EXPERTS = (FSDP_ALONE, FSDP_EXPERT, HYBRID_EXPERT, DDP_EXPERT)
 
 
@@ -150,7 +172,7 @@ class ScaleRow:
     @property
     def fits(self) -> bool:
         """True if the memory of a GPU is enough."""
-        return fits(self.step, self.machine)
+        return self.step.peak_bytes <= USABLE_PART * self.machine.memory_bytes
 
     @property
     def bubble(self) -> float:
@@ -184,16 +206,6 @@ class ScaleRow:
         return reasons
 
 
-def fits(step: FormulaStep, machine: Cluster) -> bool:
-    """Return True if a step fits the memory of a GPU.
-
-    Args:
-        step: by formulas.
-        machine: on which it runs.
-    """
-    return step.peak_bytes <= USABLE_PART * machine.memory_bytes
-
-
 def layouts(model: ModelOfScale, strategy: ScaleStrategy, num_gpus: int) -> Iterator[RunLayout]:
     """Yield layouts of a strategy, with the batch of the model's run.
 
@@ -205,62 +217,16 @@ def layouts(model: ModelOfScale, strategy: ScaleStrategy, num_gpus: int) -> Iter
         strategy: of the layouts.
         num_gpus: of the run.
     """
-    for tensor in strategy.tensor:
-        for stages in strategy.stages:
-            for expert in strategy.expert:
-                if num_gpus % (tensor * stages) or num_gpus % (stages * expert):
-                    continue
-                mesh = RunLayout(
-                    gpus=num_gpus,
-                    tensor=tensor,
-                    pipeline=stages,
-                    expert=expert,
-                    level=3 if strategy.is_fsdp else 1,
-                    is_sequence_parallel=tensor > 1,
-                    is_fsdp=strategy.is_fsdp,
-                )
-                yield from _with_batches(model, strategy, mesh)
-
-
-def _with_batches(
-    model: ModelOfScale, strategy: ScaleStrategy, mesh: RunLayout
-) -> Iterator[RunLayout]:
-    """Yield a layout with microbatches, and with copies or virtual stages."""
-    for micro_batch in MICRO_BATCH_SIZES:
-        at_once = micro_batch * mesh.data
-        if micro_batch > 1 and at_once > model.batch:
-            break
-        rounded = -(-model.batch // at_once) * at_once
-        of_step = replace(mesh, micro_batch=micro_batch, global_batch=rounded)
-        if strategy.is_hybrid:
-            yield from with_copies(of_step)
-        elif strategy.is_fsdp:
-            yield of_step
-        else:
-            yield from _with_virtual_stages(model.sizes, of_step)
-
-
-def with_copies(mesh: RunLayout) -> Iterator[RunLayout]:
-    """Yield a layout with copies of the shards, each on one of ``INNER_GPUS``."""
-    for inner in INNER_GPUS:
-        if inner < mesh.gpus and inner >= mesh.expert:
-            yield replace(mesh, copies=mesh.gpus // inner)
-
-
-def _with_virtual_stages(sizes: ModelSizes, mesh: RunLayout) -> Iterator[RunLayout]:
-    """Yield a layout with virtual stages that divide the layers.
-
-    Two more layers may count for the embedding and the output, as Megatron-Core's
-    --account-for-embedding-in-pipeline-split and its flag for the loss have it.
-    """
-    for virtual in VIRTUAL:
-        chunks = mesh.pipeline * virtual
-        if virtual > 1 and mesh.num_microbatches % mesh.pipeline:
-            continue
-        if virtual > 1 and sizes.layers % chunks and (sizes.layers + 2) % chunks:
-            continue
-        if chunks <= sizes.layers:
-            yield replace(mesh, virtual=virtual)
+    return layouts_of(
+        sizes=model.sizes,
+        batch=model.batch,
+        gpus=num_gpus,
+        most_tensor=MOST_TENSOR,
+        choices=strategy.choices,
+        is_fsdp=strategy.is_fsdp,
+        gpus_of_copy=INNER_GPUS if strategy.is_hybrid else (),
+        rounds_batch=True,
+    )
 
 
 def step_of(
@@ -321,21 +287,18 @@ def best_row(
         None if the strategy has no layout on so few GPUs. If nothing fits, the layout with least
         memory.
     """
-    best: tuple[tuple[bool, bool, float], RunLayout, str] | None = None
-    for mesh in layouts(model, strategy, num_gpus):
-        for recompute in (NONE, FULL):
-            step = step_of(model, mesh, machine, recompute)
-            is_fitting = fits(step, machine)
-            speed = mesh.global_batch / step.seconds
-            if not is_fitting:
-                speed = -step.peak_bytes
-            key = (is_fitting, mesh.data <= model.batch, speed)
-            if best is None or key > best[0]:
-                best = (key, mesh, recompute)
+    best = best_layout(
+        layouts=layouts(model, strategy, num_gpus),
+        sizes=model.sizes,
+        batch=model.batch,
+        machine=machine,
+        software=MEGATRON_CORE,
+        memory_limit=USABLE_PART * machine.memory_bytes,
+        recomputations=(NONE, FULL),
+    )
     if best is None:
         return None
-    _, mesh, recompute = best
-    return row_of(model, strategy.name, mesh, machine, recompute)
+    return row_of(model, strategy.name, best.mesh, machine, best.step.recompute)
 
 
 def sweep(model: ModelOfScale, machine: Cluster) -> list[ScaleRow]:

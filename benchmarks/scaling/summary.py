@@ -10,6 +10,7 @@ from benchmarks.scaling.models import MODELS, num_parameters
 from benchmarks.scaling.strategies import (
     DDP_STAGES,
     FSDP_ALONE,
+    FSDP_CONTEXT,
     FSDP_EXPERT,
     FSDP_TENSOR,
     HYBRID,
@@ -17,7 +18,7 @@ from benchmarks.scaling.strategies import (
     USABLE_PART,
     ScaleRow,
 )
-from benchmarks.scaling.tables import hybrid_cell, select
+from benchmarks.scaling.tables import fastest_of, hybrid_cell, select
 from megatron.planning.machine import MACHINES
 
 _SMALL, _DENSE, _DEEPSEEK, _LARGEST = MODELS
@@ -55,38 +56,38 @@ def of_fsdp(trees: Sequence[ScaleRow]) -> str:
 def of_memory(trees: Sequence[ScaleRow]) -> str:
     """Return the line on what level 3 alone cannot do."""
     dense = min(row.gib for row in select(trees, _DENSE, FSDP_ALONE.name).values())
-    least = _first(trees, _DENSE.title, FSDP_TENSOR.name)
+    least = _least_gpus(select(trees, _DENSE, FSDP_TENSOR.name))
+    context = _least_gpus(select(trees, _DENSE, FSDP_CONTEXT.name))
     experts = min(row.gib for row in select(trees, _DEEPSEEK, FSDP_ALONE.name).values())
     limit = USABLE_PART * MACHINES["h100"].memory_bytes / 2**30
-    deepseek = _first(trees, _DEEPSEEK.title, FSDP_EXPERT.name)
-    largest = _first(trees, _LARGEST.title, FSDP_EXPERT.name)
+    deepseek = _least_gpus(select(trees, _DEEPSEEK, FSDP_EXPERT.name))
+    largest = _least_gpus(select(trees, _LARGEST, FSDP_EXPERT.name))
     return (
         f"- Alone it does not train the others on H100, on any number of them: with their gathered"
         f" layers {_DENSE.title} needs at least {dense:.0f} GiB of a GPU and {_DEEPSEEK.title}"
         f" {experts:.0f}, of which {limit:.0f} may be used. With TP 8 the former fits from"
-        f" {least:,} GPUs on. With EP {_DEEPSEEK.title} fits from {deepseek:,} on, and the model"
-        f" of 2 trillion from {largest:,} on."
+        f" {least:,} GPUs on, with CP 2 from {context:,}. With EP {_DEEPSEEK.title} fits from"
+        f" {deepseek:,} on, and the model of 2 trillion from {largest:,} on."
     )
 
 
-def _first(rows: Sequence[ScaleRow], title: str, strategy: str) -> int:
+def _least_gpus(rows: dict[int, ScaleRow]) -> int:
     """Return the smallest number of GPUs of a row that fits."""
-    numbers: list[int] = []
-    for row in rows:
-        if row.model.title == title and row.strategy == strategy and row.fits:
-            numbers.append(row.mesh.gpus)
-    return min(numbers)
+    return min(number for number, row in rows.items() if row.fits)
 
 
 def of_stages(trees: Sequence[ScaleRow]) -> str:
     """Return the line on many GPUs with the batch of the run."""
     plain = select(trees, _DENSE, FSDP_TENSOR.name)[LARGE]
     stages = select(trees, _DENSE, DDP_STAGES.name)[LARGE]
+    context = ""
+    if stages.mesh.context > 1:
+        context = f" CP {stages.mesh.context},"
     return (
         f"- On {LARGE:,} H100 with its own batch {_DENSE.title} has {stages.utilization:.0%} MFU"
-        f" with TP, PP and DDP, and {plain.utilization:.0%} with level 3 and TP 8: one sequence for"
-        f" each data rank is too little compute to hide {plain.exposed:.0%} of the step (by"
-        " formulas; the engine's simulation is faster there, see below)."
+        f" with TP, PP,{context} and DDP, and {plain.utilization:.0%} with level 3 and TP 8: one"
+        f" sequence for each data rank is too little compute to hide {plain.exposed:.0%} of the"
+        " step (by formulas; the engine's simulation is faster there, see below)."
     )
 
 
@@ -108,15 +109,12 @@ def of_batch(trees: Sequence[ScaleRow]) -> str:
     """Return the line on the most GPUs."""
     found: list[str] = []
     for model in MODELS:
-        best = 0.0
-        for row in trees:
-            is_own = row.model is model and row.mesh.gpus == MOST
-            if is_own and row.fits and not row.has_few_sequences:
-                best = max(best, row.utilization)
-        found.append(f"{best:.0%} for {model.title}")
+        fastest = fastest_of(trees, model, MOST)
+        assert fastest is not None
+        found.append(f"{fastest.utilization:.0%} for {model.title} ({fastest.strategy})")
     return (
         f"- On {MOST:,} H100 with the batch of the run no strategy of this page has"
-        f" more than {', '.join(found)}. Context parallelism is not among them and may have more."
+        f" more than {', '.join(found)}."
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks.scaling.failures import (
+    HOUR,
     LLAMA,
     OPT,
     PUBLISHED_GOODPUT,
@@ -43,12 +44,20 @@ PAIRS = (
 
 COLUMNS = (
     *("machine", "collectives", "model", "strategy", "gpus", "tensor", "pipeline", "virtual"),
-    *("expert", "copies", "micro_batch", "sequences", "recompute", "gib", "fits", "seconds"),
+    *(
+        "context",
+        "expert",
+        "copies",
+        "micro_batch",
+        "sequences",
+        "recompute",
+        "gib",
+        "fits",
+        "seconds",
+    ),
     *("mfu", "tokens_per_second", "exposed", "all_exposed", "bubble", "stops"),
 )
 """Columns of the table of all rows."""
-
-HOUR = 3600
 
 
 def header(first: str, columns: Sequence[str]) -> Iterator[str]:
@@ -160,6 +169,8 @@ def cell_of(row: ScaleRow | None) -> str:
     star = "\\*" if row.has_few_sequences else ""
     text = f"{row.gib:.0f} GiB, {seconds_of(row.step.seconds)} s{star}, {row.exposed:.0%} of"
     text += f" {row.all_exposed:.0%}, **{row.utilization:.0%}**"
+    if row.mesh.context > 1:
+        text += f", CP {row.mesh.context}"
     if row.bubble > MOST_EXPOSED:
         text += f", bubble {row.bubble:.0%}"
     return text
@@ -334,7 +345,14 @@ def all_rows(sweeps: dict[tuple[str, str], Sequence[ScaleRow]]) -> Iterator[str]
             mesh = row.mesh
             values = (
                 *(machine, collectives, row.model.title, row.strategy, mesh.gpus, mesh.tensor),
-                *(mesh.pipeline, mesh.virtual, mesh.expert, mesh.copies, mesh.micro_batch),
+                *(
+                    mesh.pipeline,
+                    mesh.virtual,
+                    mesh.context,
+                    mesh.expert,
+                    mesh.copies,
+                    mesh.micro_batch,
+                ),
                 *(mesh.global_batch, row.step.recompute, f"{row.gib:.1f}", row.fits),
                 *(f"{row.step.seconds:.4g}", f"{row.utilization:.4f}"),
                 *(f"{row.tokens_per_second:.1f}", f"{row.exposed:.4f}"),

@@ -3,12 +3,11 @@
 
 BEGINNING = """\
 Every number here is a plan by the formulas of `tools/plan.py`, unless a line says that it was
-measured. Their errors beside published runs are 5.1 % in the median and 22.2 % at the 90th
-percentile of the step, 4.1 % and 10.1 % of memory (`tools/plan.py --check`, [80
-runs](published_runs.md)). Those runs have 8 to 2,048 GPUs, those of level 3 at most 256. The
-two largest of the section "What can be checked" have 8,192 and 16,384, by DDP's kind of sharding
-with TP and PP. Beyond that no step is published, so nothing here can be checked. All rows are
-in [`scale.tsv`](scale.tsv)."""
+measured. Their errors are those of [80 published
+runs](../../docs/planning.md#plans-beside-published-runs). Those runs have 8 to 2,048 GPUs, those of
+level 3 at most 256. The two largest of the section "What can be checked" have 8,192 and 16,384, by
+DDP's kind of sharding with TP and PP. Beyond that no step is published, so nothing here can be
+checked. All rows are in [`scale.tsv`](scale.tsv)."""
 
 OF_MODELS = """\
 Parameters are those of all matrices, by `ModelSizes`. DeepSeek-V3 is in bf16, without the layer
@@ -43,7 +42,9 @@ multiple of what the ranks read at once. Microbatches of 1, 2 or 4 sequences, re
 no or all layers, 64 to 512 GPUs for a copy of hybrid sharding, EP of 8 to 64, 2 to 16 stages
 with up to 8 virtual ones: the fastest that fits is shown. Software is that of
 `pretrain_gpt.py`: messages of TP and exchanges of tokens overlap with nothing, which costs
-models with experts most. Context parallelism, FP8 and offload are left out."""
+models with experts most. With TP, PP or EP there may be two context-parallel ranks ("CP 2"),
+where sequences have 8,192 tokens: parts of fewer than 4,096 are not tried. FP8 and offload are
+left out."""
 
 OF_GB200 = """\
 Racks of 64 GPUs that NVLink joins, with 186 GB each: the fastest strategy that fits and has the
@@ -62,11 +63,11 @@ planner's estimates. All-reduces stay trees."""
 
 OF_HYBRID = """\
 Tokens a second of hybrid sharding in those of plain level 3, with trees / with rings, and the
-memory that it costs (with rings). Both have their best layouts, whose microbatches and
-recomputation may differ. With trees there is nothing to win: a gather moves as many bytes to a
-GPU from 64 as from 65,536. With rings it is what makes level 3 possible above 4,096 GPUs. It
-costs main weights, moments and gradients of 1/64 to 1/512 of the model on every GPU, which 2
-trillion parameters do not leave room for on H100."""
+memory that it costs (with rings). Both have their best layouts, whose microbatches, context
+parallelism and recomputation may differ. With trees there is nothing to win: a gather moves as
+many bytes to a GPU from 64 as from 65,536. With rings it is what makes level 3 possible above
+4,096 GPUs. It costs main weights, moments and gradients of 1/64 to 1/512 of the model on every
+GPU, which 2 trillion parameters do not leave room for on H100."""
 
 OF_FAILURES = """\
 Time between failures is that of published runs, scaled by the number of GPUs: twice the GPUs,

@@ -108,16 +108,11 @@ def candidates(
         choices: what may be chosen.
     """
     sizes = sizes_of_arguments(args)
-    of_experts = args.expert_data_parallel_sharding_strategy, args.expert_outer_dp_sharding_strategy
-    has_own_strategy = any(of_experts)
     ways_of_recomputation: tuple[bool, ...] = (False, True)
     if args.recompute_granularity == "full":
         ways_of_recomputation = (True,)
     for tensor, pipeline, context, expert in meshes(sizes, num_gpus, gpus_per_node, choices):
-        if expert == 1 and has_own_strategy:
-            continue
-        # A weight that two stages share needs values, which a simulation has not.
-        if pipeline > 1 and sizes.is_tied:
+        if not _is_runnable(args, sizes, pipeline, expert):
             continue
         data_ranks = num_gpus // (tensor * pipeline * context)
         ends = None
@@ -155,6 +150,15 @@ def meshes(
         most_tensor: the most tensor-parallel ranks.
         choices: what may be chosen.
     """
+    for tensor, pipeline, context, expert in _divisions(sizes, most_tensor, choices):
+        if num_gpus % (tensor * pipeline * context) == 0 and num_gpus % (pipeline * expert) == 0:
+            yield tensor, pipeline, context, expert
+
+
+def _divisions(
+    sizes: ModelSizes, most_tensor: int, choices: Choices
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield what :func:`meshes` does, for any number of GPUs."""
     num_experts = 1
     if sizes.experts is not None:
         num_experts = sizes.experts.number
@@ -165,8 +169,6 @@ def meshes(
         choices.context or powers(longest),
         choices.expert or powers(num_experts),
     ):
-        if num_gpus % (tensor * pipeline * context) or num_gpus % (pipeline * expert):
-            continue
         if sizes.key_heads % tensor or sizes.ffn % tensor or num_experts % expert:
             continue
         if context > 1 and sizes.sequence % (2 * context):
@@ -189,21 +191,19 @@ def no_mesh(args: argparse.Namespace, num_gpus: int, gpus_per_node: int, choices
         choices: what may be chosen.
     """
     batch = args.global_batch_size
-
-    def has_candidates(number: int, of_batch: int) -> bool:
-        changed = argparse.Namespace(**vars(args) | {"global_batch_size": of_batch})
-        found = candidates(changed, number, gpus_per_node, choices)
-        return next(found, None) is not None
-
     ways: list[str] = []
-    for numbers in (range(num_gpus - 1, 0, -1), range(num_gpus + 1, 2 * num_gpus + 1)):
-        for number in numbers:
-            if has_candidates(number, batch):
-                ways.append(f"--gpus {number}")
-                break
+    numbers = _numbers_of_gpus(args, gpus_per_node, choices)
+    fewer = [number for number in numbers if number < num_gpus]
+    more = [number for number in numbers if num_gpus < number <= 2 * num_gpus]
+    if fewer:
+        ways.append(f"--gpus {max(fewer)}")
+    if more:
+        ways.append(f"--gpus {min(more)}")
     lower = batch // num_gpus * num_gpus
     for of_batch in (lower, lower + num_gpus):
-        if of_batch and has_candidates(num_gpus, of_batch):
+        changed = argparse.Namespace(**vars(args) | {"global_batch_size": of_batch})
+        found = candidates(changed, num_gpus, gpus_per_node, choices)
+        if of_batch and next(found, None) is not None:
             ways.append(f"--global-batch-size {of_batch}")
     if not ways:
         ways.append("fewer limits, or a batch that is a multiple of the data ranks")
@@ -211,6 +211,50 @@ def no_mesh(args: argparse.Namespace, num_gpus: int, gpus_per_node: int, choices
         f"no mesh of {num_gpus} GPUs divides the model and a --global-batch-size of {batch}:"
         f" give {' or '.join(ways)}"
     )
+
+
+def _numbers_of_gpus(args: argparse.Namespace, gpus_per_node: int, choices: Choices) -> set[int]:
+    """Return the numbers of GPUs for which there are candidates.
+
+    They are found from the divisors of the batch: trying every number takes seconds for thousands.
+
+    Args:
+        args: the completed arguments of the model on one rank.
+        gpus_per_node: the most tensor-parallel ranks.
+        choices: what may be chosen.
+    """
+    batch = args.global_batch_size
+    numbers_of_data_ranks: set[int] = set()
+    for micro_batch in choices.micro_batch or MICRO_BATCHES:
+        for number in range(1, batch // micro_batch + 1):
+            if batch % (number * micro_batch) == 0:
+                numbers_of_data_ranks.add(number)
+    sizes = sizes_of_arguments(args)
+    found: set[int] = set()
+    for tensor, pipeline, context, expert in _divisions(sizes, gpus_per_node, choices):
+        if not _is_runnable(args, sizes, pipeline, expert):
+            continue
+        for data_ranks in numbers_of_data_ranks:
+            num_gpus = tensor * pipeline * context * data_ranks
+            if num_gpus % (pipeline * expert) == 0:
+                found.add(num_gpus)
+    return found
+
+
+def _is_runnable(args: argparse.Namespace, sizes: ModelSizes, pipeline: int, expert: int) -> bool:
+    """Return True if the model can be planned with so many stages and expert-parallel ranks.
+
+    Args:
+        args: the completed arguments of the model on one rank.
+        sizes: of the model.
+        pipeline: pipeline stages.
+        expert: expert-parallel ranks.
+    """
+    of_experts = args.expert_data_parallel_sharding_strategy, args.expert_outer_dp_sharding_strategy
+    if expert == 1 and any(of_experts):
+        return False
+    # A weight that two stages share needs values, which a simulation has not.
+    return pipeline == 1 or not sizes.is_tied
 
 
 def layers_of_ends(num_layers: int, num_stages: int) -> tuple[int, int]:

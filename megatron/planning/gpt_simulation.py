@@ -23,6 +23,7 @@ from megatron.mcore_adapter.coded_weights import (
 )
 from megatron.mcore_adapter.run.wrapped_model import unwrap
 from megatron.planning.costs.gpu_kernels import FITTED
+from megatron.planning.costs.message_seconds import collective_seconds
 from megatron.planning.host_copies import follow_copies
 from megatron.planning.layer_costs import GptCosts
 from megatron.planning.machine import Cluster
@@ -113,8 +114,7 @@ def simulate_stage(
         num_simulated = min(num_microbatches, num_ahead + max_microbatches)
 
     def seconds_of(entry: TraceEntry) -> float:
-        seconds = machine.collective_seconds(entry.name, entry.num_bytes, entry.ranks)
-        return seconds / FITTED.link
+        return collective_seconds(machine, entry.name, entry.num_bytes, entry.ranks)
 
     with (
         pretending(args, stage),
@@ -191,7 +191,7 @@ def sharded_skeleton(
     of_code = code_bytes(args)
     parts: dict[ParamGroup, float] = {}
     for group in engine.groups:
-        parts[group] = gathered_part(group, coded, of_code)
+        parts[group] = costs.gathered_part * gathered_part(group, coded, of_code)
     attach(simulator, engine, parts)
     follow_copies(simulator, engine, machine)
     units = [unit.module for unit in engine._units if unit.module is not None]

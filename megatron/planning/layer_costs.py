@@ -47,6 +47,9 @@ class GptCosts:
         software: of the run; None: that of ``pretrain_gpt.py``, as the arguments ask for it.
         recompute: what the backward computes again, and the part of layers that are recomputed;
             None: as the arguments ask for it.
+
+    Attributes:
+        gathered_part: bytes of a gathered weight in those of the compute dtype.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class GptCosts:
             recompute = (recompute_of_arguments(args), 1.0)
         self._recompute, self._part = recompute
         self._update_bytes = software.update_bytes
+        self.gathered_part = software.gather_bytes / software.compute_bytes
         self._kernels = Kernels(machine, software)
         self._num_outputs = 1 + sizes.predicted_tokens
         self._work = LayerWork(sizes, mesh, machine, software)
@@ -132,6 +136,7 @@ def software_of_arguments(args: argparse.Namespace) -> Software:
         update_bytes=update_bytes,
         reduce_bytes=of_gradient,
         gradient_bytes=of_gradient,
+        imbalance=args.expert_imbalance,
     )
 
 

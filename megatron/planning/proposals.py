@@ -102,7 +102,7 @@ def _fastest(plan: Plan, flags: Sequence[str], machine: Cluster) -> Prediction |
     if "--optimizer-cpu-offload" in names and machine.host is None:
         return None
     words = [*plan.words, *flags]
-    args = model_arguments(words, [])
+    args = model_arguments(words, [], plan.args.expert_imbalance)
     if args is None:
         return None
     found = search(
@@ -113,12 +113,12 @@ def _fastest(plan: Plan, flags: Sequence[str], machine: Cluster) -> Prediction |
         memory_limit=plan.memory_limit,
         choices=plan.choices,
         num_wanted=1,
-        say=_say_nothing,
+        log=_log_nothing,
     )
     return found[0] if found else None
 
 
-def _say_nothing(line: str) -> None:
+def _log_nothing(line: str) -> None:
     """Drop a line about a search."""
 
 

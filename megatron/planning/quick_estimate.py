@@ -18,7 +18,7 @@ from megatron.fsdp import ShardingStrategy
 from megatron.mcore_adapter.coded_weights import PLAIN, layers_of
 from megatron.mcore_adapter.run.wrapped_model import unwrap
 from megatron.planning.candidates import Candidate
-from megatron.planning.costs.gpu_kernels import FITTED
+from megatron.planning.costs.message_seconds import collective_seconds, overlapped_seconds
 from megatron.planning.costs.update_bytes import ALL_BY_TORCH
 from megatron.planning.layer_costs import GptCosts
 from megatron.planning.machine import Cluster
@@ -205,18 +205,14 @@ class QuickEstimates:
         ranks = range(0, num_sharding * candidate.tensor, candidate.tensor)
         seconds = 0.0
         for part in parts:
-            gather = self._message("all_gather", part.memory.gathered, ranks)
+            gather = collective_seconds(self._machine, "all_gather", part.memory.gathered, ranks)
             reduce = 0.0
             if candidate.level >= 2:
-                reduce = self._message("reduce_scatter", part.memory.local_gradients, ranks)
-            seconds += _overlapped(part.cost.forward, gather)
-            seconds += _overlapped(part.cost.backward, max(gather, reduce))
+                local = part.memory.local_gradients
+                reduce = collective_seconds(self._machine, "reduce_scatter", local, ranks)
+            seconds += overlapped_seconds(part.cost.forward, gather)
+            seconds += overlapped_seconds(part.cost.backward, max(gather, reduce))
         return seconds
-
-    def _message(self, name: str, num_bytes: int, ranks: range) -> float:
-        """Return the seconds of a collective."""
-        seconds = self._machine.collective_seconds(name, num_bytes, ranks)
-        return seconds / FITTED.link
 
     def _memory_of(
         self, candidate: Candidate, args: argparse.Namespace
@@ -272,12 +268,6 @@ class QuickEstimates:
         for has_experts, layer in zip(kinds, layers_of(gpt).values()):
             modules[EXPERTS if has_experts else DENSE] = layer
         return modules
-
-
-def _overlapped(compute: float, message: float) -> float:
-    """Return the seconds of compute during a collective that slows it."""
-    slower = compute + FITTED.contention * min(compute, message)
-    return max(slower, message)
 
 
 def unlike_stages(num_stages: int) -> list[int]:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from megatron.planning.candidates import Candidate, Choices, candidates, no_mesh
-from megatron.planning.costs.gpu_kernels import FITTED
+from megatron.planning.costs.message_seconds import stage_message_seconds
 from megatron.planning.gpt_simulation import StagePrediction, simulate_stage
 from megatron.planning.machine import Cluster
 from megatron.planning.quick_estimate import QuickEstimate, QuickEstimates, unlike_stages
@@ -94,8 +94,7 @@ class Prediction:
             of_element = 2
         num_bytes = tokens * args.hidden_size * of_element
         distance = args.world_size // args.pipeline_model_parallel_size
-        seconds = self.machine.message_seconds(num_bytes, distance) / FITTED.link
-        return 2 * seconds
+        return stage_message_seconds(self.machine, num_bytes, distance)
 
     @cached_property
     def seconds(self) -> float:
@@ -124,12 +123,15 @@ class Prediction:
         return of_gpu / self.machine.flops
 
 
-def model_arguments(words: Sequence[str], problems: list[str]) -> argparse.Namespace | None:
-    """Return the completed arguments of a model on one rank, with ``padded_vocab_size``.
+def model_arguments(
+    words: Sequence[str], problems: list[str], expert_imbalance: float = 1.0
+) -> argparse.Namespace | None:
+    """Return the completed arguments of a model on one rank, as :func:`arguments_on` does.
 
     Args:
         words: flags of ``pretrain_gpt.py``, without those that a search chooses.
         problems: gets everything that is wrong with them; then None is returned.
+        expert_imbalance: tokens of the busiest expert rank, in those of the mean.
     """
     given = {word.split("=")[0] for word in words}
     for flag, option in CHOSEN.items():
@@ -140,15 +142,22 @@ def model_arguments(words: Sequence[str], problems: list[str]) -> argparse.Names
             problems.append(f"{flag}: {subject} cannot be planned; leave it out")
     words = [*words, "--micro-batch-size", "1"]
     try:
-        args = arguments_on(words, 1)
+        args = arguments_on(words, 1, expert_imbalance)
     except CommandLineError as error:
         problems += error.problems
         return None
     return None if problems else args
 
 
-def arguments_on(words: Sequence[str], num_gpus: int) -> argparse.Namespace:
-    """Return completed and checked arguments, with ``padded_vocab_size``.
+def arguments_on(
+    words: Sequence[str], num_gpus: int, expert_imbalance: float = 1.0
+) -> argparse.Namespace:
+    """Return completed and checked arguments, with ``padded_vocab_size`` and the imbalance.
+
+    Args:
+        words: flags of ``pretrain_gpt.py``.
+        num_gpus: of the run.
+        expert_imbalance: tokens of the busiest expert rank, in those of the mean.
 
     Raises:
         CommandLineError: lists everything that is wrong with them.
@@ -173,7 +182,8 @@ def arguments_on(words: Sequence[str], num_gpus: int) -> argparse.Namespace:
         rows = embedding_rows(args, build_tokenizer(TokenizerChoice.of(args)))
     except (ValueError, OSError) as error:
         raise CommandLineError([str(error)]) from None
-    return argparse.Namespace(**vars(args) | {"padded_vocab_size": rows})
+    added = {"padded_vocab_size": rows, "expert_imbalance": expert_imbalance}
+    return argparse.Namespace(**vars(args) | added)
 
 
 def estimates_of(
@@ -202,7 +212,7 @@ def search(
     memory_limit: float,
     choices: Choices,
     num_wanted: int,
-    say: Callable[[str], object],
+    log: Callable[[str], object],
 ) -> list[Prediction]:
     """Return the fastest settings that fit, the fastest first.
 
@@ -214,7 +224,7 @@ def search(
         memory_limit: bytes of a GPU.
         choices: what may be chosen.
         num_wanted: number of settings.
-        say: is called with lines about the search.
+        log: is called with each line about the search.
 
     Raises:
         ValueError: if the sizes of the model, the batch and the mesh go together in no way.
@@ -227,10 +237,10 @@ def search(
     for estimate in every:
         if estimate.num_bytes <= memory_limit and estimate.host_bytes <= host_share:
             fitting.append(estimate)
-    say(f"{len(every):,} settings, of which {len(fitting):,} are estimated to fit")
+    log(f"{len(every):,} settings, of which {len(fitting):,} are estimated to fit")
     if not fitting:
         least = min(estimate.num_bytes for estimate in every)
-        say(f"the smallest one is estimated to need {least / GIB:.3g} GiB of each GPU")
+        log(f"the smallest one is estimated to need {least / GIB:.3g} GiB of each GPU")
     fitting.sort(key=lambda estimate: estimate.seconds)
     return _simulated(
         words=words,
@@ -265,7 +275,7 @@ def _simulated(
         has_experts = bool(model.num_experts)
         flags = [*words, *estimate.candidate.flags(has_experts)]
         try:
-            args = arguments_on(flags, num_gpus)
+            args = arguments_on(flags, num_gpus, model.expert_imbalance)
         except CommandLineError:  # the program would refuse them
             continue
         num_tries += 1

@@ -10,31 +10,16 @@ the layouts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron.planning.candidates import MICRO_BATCHES, Choices, meshes
+from megatron.planning.candidates import Choices
 from megatron.planning.costs.layer_memory import FULL, NONE
-from megatron.planning.costs.model_sizes import ModelSizes, RunLayout
+from megatron.planning.costs.model_sizes import ModelSizes
 from megatron.planning.costs.software import Software
-from megatron.planning.costs.step_formula import FormulaStep, StepFormula
+from megatron.planning.layout_search import MOST_TENSOR, ChosenLayout, best_layout, layouts_of
 from megatron.planning.machine import Cluster
 
-MOST_TENSOR = 8
-VIRTUAL_STAGES = (1, 2, 4, 8)
 ANY = Choices()
-
-
-@dataclass(frozen=True)
-class ChosenLayout:
-    """A layout, and its step.
-
-    Attributes:
-        mesh: the layout.
-        step: by formulas.
-    """
-
-    mesh: RunLayout
-    step: FormulaStep
 
 
 @dataclass(frozen=True)
@@ -82,70 +67,24 @@ def choices_of(
         choices: what may be chosen.
     """
     found: list[Choice] = []
+    most_tensor = min(MOST_TENSOR, machine.domain)
     for number in gpus:
-        best: dict[bool, ChosenLayout] = {}
-        for mesh in layouts_of(sizes, global_batch, machine, number, choices):
-            for way in dict.fromkeys((recompute, FULL)):
-                formula = StepFormula(sizes, mesh, machine, software, way)
-                step = formula.step()
-                if step.peak_bytes > memory_limit:
-                    continue
-                fastest = best.get(mesh.is_fsdp)
-                if fastest is None or step.seconds < fastest.step.seconds:
-                    best[mesh.is_fsdp] = ChosenLayout(mesh, step)
-        found.append(Choice(number, best.get(True), best.get(False)))
-    return found
-
-
-def layouts_of(
-    sizes: ModelSizes, global_batch: int, machine: Cluster, gpus: int, choices: Choices
-) -> Iterator[RunLayout]:
-    """Yield layouts of FSDP in one stage, and of DDP with virtual stages.
-
-    Args:
-        sizes: of the model.
-        global_batch: sequences of a step.
-        machine: on which it is trained.
-        gpus: number of GPUs.
-        choices: what may be chosen.
-    """
-    for tensor, pipeline, context, expert in meshes(
-        sizes, gpus, min(MOST_TENSOR, machine.domain), choices
-    ):
-        data = gpus // (tensor * context * pipeline)
-        for micro_batch in choices.micro_batch or MICRO_BATCHES:
-            if global_batch % (data * micro_batch):
-                continue
-            layout = RunLayout(
-                gpus=gpus,
-                tensor=tensor,
-                pipeline=pipeline,
-                context=context,
-                expert=expert,
-                micro_batch=micro_batch,
-                global_batch=global_batch,
-                is_sequence_parallel=tensor > 1,
+        fitting: list[ChosenLayout | None] = []
+        for is_fsdp in (True, False):
+            best = best_layout(
+                layouts=layouts_of(sizes, global_batch, number, most_tensor, choices, is_fsdp),
+                sizes=sizes,
+                batch=global_batch,
+                machine=machine,
+                software=software,
+                memory_limit=memory_limit,
+                recomputations=list(dict.fromkeys((recompute, FULL))),
             )
-            if pipeline == 1:
-                yield layout
-            for virtual in VIRTUAL_STAGES:
-                if is_interleaved(sizes, layout, virtual):
-                    yield replace(layout, virtual=virtual, level=1, is_fsdp=False)
-
-
-def is_interleaved(sizes: ModelSizes, layout: RunLayout, virtual: int) -> bool:
-    """Return True if Megatron-Core runs a layout with so many virtual stages.
-
-    Args:
-        sizes: of the model.
-        layout: of the run.
-        virtual: stages of each pipeline stage.
-    """
-    if virtual == 1:
-        return True
-    if layout.pipeline == 1 or layout.num_microbatches % layout.pipeline:
-        return False
-    return sizes.layers % (layout.pipeline * virtual) == 0
+            if best is not None and best.step.peak_bytes > memory_limit:
+                best = None
+            fitting.append(best)
+        found.append(Choice(number, *fitting))
+    return found
 
 
 def choice_lines(found: list[Choice]) -> Iterator[str]:

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of time: products by shape, attention by length, pipelines, and FSDP beside DDP."""
 
+import argparse
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megatron.planning.candidates import Candidate
 from megatron.planning.costs.gpu_kernels import Fitted, Kernels, part_of_tiles
 from megatron.planning.costs.layer_memory import FULL, NONE, LayerMemory
 from megatron.planning.costs.layer_seconds import LayerWork
+from megatron.planning.costs.message_seconds import collective_seconds, stage_message_seconds
 from megatron.planning.costs.model_sizes import ExpertSizes, ModelSizes, RunLayout
 from megatron.planning.costs.pipeline_stages import stages_of
 from megatron.planning.costs.software import Software
-from megatron.planning.costs.step_formula import FormulaStep, StepFormula
-from megatron.planning.machine import MACHINES, Cluster
-from megatron.planning.sharding_choice import Choice, ChosenLayout, choices_of, turn_of
+from megatron.planning.costs.step_formula import FormulaStep, StepFormula, UnitElements
+from megatron.planning.layout_search import ChosenLayout
+from megatron.planning.machine import MACHINES, Cluster, Link
+from megatron.planning.search import Prediction
+from megatron.planning.sharding_choice import Choice, choices_of, turn_of
 
 H100 = MACHINES["h100"]
 MODEL = ModelSizes(
@@ -107,6 +112,53 @@ def test_tensor_parallelism_costs_messages_and_overlap_hides_a_part_of_them() ->
     assert alone < overlapped < exposed
 
 
+@pytest.mark.parametrize(
+    ("level", "copies"), [(0, 1), (1, 1), (1, 8)], ids=["ddp", "zero1", "hybrid"]
+)
+def test_buckets_have_the_elements_of_whole_units(level: int, copies: int) -> None:
+    small = replace(MODEL, layers=2, hidden=512, ffn=2048, heads=4, key_heads=4, vocabulary=1024)
+    mesh = RunLayout(64, level=level, copies=copies, global_batch=64, is_fsdp=False)
+    no_links = replace(H100, inside=Link(1e30, 0.0), between=Link(1e30, 0.0))
+    found = StepFormula(small, mesh, H100, Software()).step()
+    alone = StepFormula(small, mesh, no_links, Software()).step()
+    plain = Software(overlaps_data=False)
+    exposed = StepFormula(small, mesh, H100, plain).step()
+    # All weights are in one bucket, which is full when the backward ends: nothing overlaps.
+    assert found.seconds - alone.seconds >= 0.999 * (exposed.seconds - alone.seconds)
+
+
+def test_buckets_are_larger_on_more_data_ranks() -> None:
+    sizes = replace(MODEL, layers=1, vocabulary=1024)  # 226 million elements
+
+    def part_exposed(gpus: int) -> float:
+        """Return the part of the messages that waits for the last bucket or longer."""
+        mesh = RunLayout(gpus, level=1, global_batch=8 * gpus, is_fsdp=False)
+        found = StepFormula(sizes, mesh, H100, Software()).step().exposed_seconds
+        plain = Software(overlaps_data=False)
+        return found / StepFormula(sizes, mesh, H100, plain).step().exposed_seconds
+
+    assert part_exposed(512) > 0.999 > 0.95 > part_exposed(8)
+
+
+@pytest.mark.parametrize(
+    ("level", "is_fsdp"), [(0, False), (1, False), (2, True), (3, True)], ids=str
+)
+def test_a_tied_vocabulary_is_gathered_reduced_and_updated_once(level: int, is_fsdp: bool) -> None:
+    slow_links = replace(H100, inside=Link(1e9, 0.0))
+    software = Software(overlaps_data=False)
+    mesh = RunLayout(8, level=level, global_batch=8, is_fsdp=is_fsdp)
+
+    def messages(vocabulary: int, is_tied: bool) -> float:
+        """Return the seconds of the messages and the update."""
+        sizes = replace(MODEL, layers=1, vocabulary=vocabulary, is_tied=is_tied)
+        return StepFormula(sizes, mesh, slow_links, software).step().exposed_seconds
+
+    of_layer = messages(0, False)
+    of_two = messages(128256, False) - of_layer
+    of_tied = messages(128256, True) - of_layer
+    assert of_tied == pytest.approx(of_two / 2)
+
+
 def test_virtual_stages_divide_the_bubble() -> None:
     def step(virtual: int) -> FormulaStep:
         mesh = RunLayout(64, pipeline=8, virtual=virtual, global_batch=64, level=1, is_fsdp=False)
@@ -139,13 +191,6 @@ def test_stages_have_all_layers_and_the_ends_fewer_where_they_do_not_divide() ->
         stage.dense for stage in stages_of(replace(MODEL, layers=126), RunLayout(64, pipeline=8))
     ]
     assert counts == [15, 16, 16, 16, 16, 16, 16, 15]
-
-
-def test_the_constants_change_the_time_as_they_say() -> None:
-    slow = Fitted(product=0.5)
-    assert Kernels(H100, Software(), slow).product(4096, 4096, 4096) > Kernels(
-        H100, Software()
-    ).product(4096, 4096, 4096)
 
 
 def test_recomputed_layers_keep_their_inputs_alone() -> None:
@@ -197,6 +242,34 @@ def test_a_slower_host_launches_the_output_later() -> None:
     usual = LayerWork(MODEL, mesh, H100, Software()).of_output().host
     slow = LayerWork(MODEL, mesh, machine, Software()).of_output().host
     assert slow.forward == pytest.approx(2 * usual.forward)
+
+
+def test_a_slower_host_sends_messages_between_stages_later() -> None:
+    usual = stage_message_seconds(H100, 1e6, 8, virtual=2)
+    slow = stage_message_seconds(replace(H100, host_speed=0.5), 1e6, 8, virtual=2)
+    assert slow - usual == pytest.approx(2 * 4 * Fitted().launch)
+    with_stages = {"pipeline": 8, "gpus": 8, "global_batch": 8, "level": 1, "is_fsdp": False}
+    args = argparse.Namespace(
+        world_size=8,
+        pipeline_model_parallel_size=8,
+        context_parallel_size=1,
+        micro_batch_size=1,
+        sequence_parallel=False,
+        seq_length=MODEL.sequence,
+        hidden_size=MODEL.hidden,
+        bf16=True,
+        fp16=False,
+    )
+    num_bytes = 2 * MODEL.sequence * MODEL.hidden
+    alone = Candidate(1, 8, 1, 1, 1, 1, recomputes=False, micro_batch=1)
+    for speed in (1.0, 0.01):
+        machine = replace(H100, host_speed=speed)
+        expected = stage_message_seconds(machine, num_bytes, 1)
+        # The search and the formulas send the same messages.
+        found = Prediction(candidate=alone, flags=[], args=args, machine=machine, stages=[])
+        assert found.message_seconds == pytest.approx(expected)
+        formula = StepFormula(MODEL, RunLayout(**with_stages), machine, Software())
+        assert formula._stage_messages() == pytest.approx(expected)
 
 
 def test_messages_between_stages_are_sent_for_each_virtual_stage() -> None:
@@ -254,5 +327,13 @@ def test_fp32_is_slower_and_larger_than_bf16() -> None:
     assert LayerMemory(MODEL, mesh, plain).kept(False) == 2 * kept
 
 
-def test_experts_with_fewer_ranks_than_copies_are_reduced_among_these() -> None:
-    assert seconds_of(EXPERTS, expert=32, copies=8) > 0
+@pytest.mark.parametrize("copies", [2, 4, 8])
+def test_experts_with_fewer_ranks_than_copies_are_reduced_among_these(copies: int) -> None:
+    elements = UnitElements(dense=0.0, experts=1e9)
+    mesh = RunLayout(64, expert=32, copies=copies, global_batch=256)
+    formula = StepFormula(EXPERTS, mesh, H100, Software())
+    # The two ranks that have the same experts are a copy each: they gather nothing.
+    assert elements.of_shard(mesh) == elements.whole
+    assert formula._gather_seconds(elements) == 0
+    among_two = collective_seconds(H100, "all_reduce", 4e9, range(0, 64, 32))
+    assert formula._reduce_seconds(elements) == among_two > 0

@@ -4,6 +4,7 @@
 import argparse
 import csv
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.planning.gpt_simulation import StagePrediction, simulate_stage
+from megatron.planning.layer_costs import GptCosts, software_of_arguments
 from megatron.planning.machine import MACHINES
 from megatron.planning.search import arguments_on
 from tests.support.pretrain.parity import ALLTOALL
@@ -116,6 +118,26 @@ def test_codes_are_simulated_with_their_own_bytes() -> None:
     assert [part / saved[1] for part in saved] == pytest.approx([31 / 32, 1.0, 23 / 16], rel=1e-3)
     assert plain[0] / 2 < found[1][0] < plain[0]
     assert all(peak <= plain[1] and seconds <= plain[2] for _, peak, seconds in found)
+
+
+def bytes_of_gathers(line: str, gather_bytes: list[float]) -> list[int]:
+    """Return the bytes that a step gathers, by software that gathers so many of a weight."""
+    dist.destroy_process_group()
+    args = arguments_on(line.split(), 2)
+    found = []
+    for of_weight in gather_bytes:
+        software = replace(software_of_arguments(args), gather_bytes=of_weight)
+        costs = GptCosts(args, MACHINES["h100"], software)
+        step = simulate_stage(args, MACHINES["h100"], costs=costs).step
+        gathers = [each.num_bytes for each in step.entries if each.track == "gather"]
+        found.append(sum(gathers))
+    return found
+
+
+def test_a_simulation_gathers_the_bytes_of_the_software() -> None:
+    line = f"{SMALL} {FSDP} --bf16 --data-parallel-sharding-strategy optim_grads_params"
+    two, one = run_ranks(1, bytes_of_gathers, line, [2, 1])[0]
+    assert 0 < one == two / 2
 
 
 def bytes_of_moments(line: str, pairs: list[tuple[torch.dtype, ...]]) -> list[tuple[int, int]]:

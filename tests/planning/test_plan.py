@@ -3,25 +3,36 @@
 
 import argparse
 import json
+import time
 import warnings
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.planning.candidates import Candidate, Choices, candidates, layers_of_ends
+from megatron.planning.candidates import (
+    Candidate,
+    Choices,
+    _numbers_of_gpus,
+    candidates,
+    layers_of_ends,
+    no_mesh,
+)
 from megatron.planning.costs.gpu_kernels import Kernels
 from megatron.planning.costs.layer_memory import ATTENTION_CORE, FULL, MLP
-from megatron.planning.costs.model_sizes import sizes_of_arguments
+from megatron.planning.costs.model_sizes import RunLayout, sizes_of_arguments
 from megatron.planning.costs.software import UNFUSED
 from megatron.planning.layer_costs import GptCosts, recompute_of_arguments, software_of_arguments
+from megatron.planning.layout_search import is_interleaved, layouts_of
 from megatron.planning.machine import MACHINES
 from megatron.planning.presets import PRESETS
 from megatron.planning.quick_estimate import arguments_of
 from megatron.planning.search import model_arguments
-from megatron.planning.sharding_choice import layouts_of
 from tests.support.rank_pool import run_ranks
 from tools.plan import main, words_of
 
@@ -174,6 +185,21 @@ def test_a_batch_that_no_mesh_divides_is_told() -> None:
     assert beside.exit_code == 1 and "no mesh of 7 GPUs divides" in beside.output
 
 
+@pytest.mark.parametrize("flags", ["", " --num-experts 4"], ids=["dense", "experts"])
+def test_the_numbers_of_gpus_that_are_named_are_those_with_candidates(flags: str) -> None:
+    args = completed(f"{TINY}{flags}")
+    choices = Choices(context=(1, 2), micro_batch=(1, 4))
+    found = [number for number in range(1, 130) if [*candidates(args, number, 8, choices)]]
+    assert sorted(_numbers_of_gpus(args, 8, choices)) == found
+
+
+def test_many_gpus_that_do_not_divide_a_model_are_told_at_once() -> None:
+    args = completed(TINY)
+    began = time.process_time()
+    assert "give --gpus 32 or --global" in no_mesh(args, 65536, 8, Choices())
+    assert time.process_time() - began < 2
+
+
 def test_a_model_that_fits_nowhere_is_told() -> None:
     words = ["--gpus", "2", "--memory-limit", "0.0001", *TINY.split()]
     ((code, output),) = run_ranks(1, planned, words)
@@ -228,6 +254,22 @@ def test_the_update_takes_the_bytes_of_the_formulas() -> None:
     assert GptCosts(args, machine).update_seconds(10**9) == pytest.approx(0.7 * seconds)
 
 
+def test_imbalance_of_experts_is_planned_and_refused_without_experts() -> None:
+    large = TINY.replace("--hidden-size 64", "--hidden-size 4096 --moe-ffn-hidden-size 8192")
+    flags = f"{large} --num-experts 4 --gpus 8 --beside-ddp --expert-imbalance"
+    even, uneven = (CliRunner().invoke(main, [*flags.split(), text]) for text in ("1", "40"))
+    assert even.exit_code == uneven.exit_code == 0, uneven.output
+    assert even.output != uneven.output
+    args = model_arguments(words_of(f"{TINY} --num-experts 4", []), [], 1.5)
+    assert args is not None and software_of_arguments(args).imbalance == 1.5
+    for_one = arguments_of(args, Candidate(1, 1, 1, 4, 3, 1, False, 1), 8)
+    assert software_of_arguments(for_one).imbalance == 1.5
+    dense = CliRunner().invoke(main, f"{TINY} --gpus 8 --expert-imbalance 2".split())
+    assert "--expert-imbalance is that of experts, which the model has not" in dense.output
+    small = CliRunner().invoke(main, f"{TINY} --gpus 8 --expert-imbalance 0.5".split())
+    assert "--expert-imbalance expects a number of at least 1 but got 0.5" in small.output
+
+
 def test_what_fsdp_and_ddp_are_not_compared_with_is_told_at_once() -> None:
     words = f"{TINY} --gpus 8 --beside-ddp --level 2 --show 3 --picture a.png"
     words += " --optimizer-cpu-offload"
@@ -259,11 +301,37 @@ def test_fsdp_and_ddp_are_compared_within_limits() -> None:
 
 def test_sizes_of_layouts_divide_the_model() -> None:
     sizes = replace(sizes_of_arguments(completed(TINY)), heads=12, key_heads=6, layers=6)
-    found = list(layouts_of(sizes, 32, MACHINES["h100"], 8, Choices()))
+    found = [*layouts_of(sizes, 32, 8, 8, Choices(), is_fsdp=True)]
+    found += layouts_of(sizes, 32, 8, 8, Choices(), is_fsdp=False)
     assert {layout.tensor for layout in found} == {1, 2}  # 4 do not divide 6 heads
     for layout in found:
         if layout.virtual > 1:
             assert layout.num_microbatches % layout.pipeline == 0
+
+
+@pytest.mark.parametrize(("layers", "runs"), [(80, True), (126, True), (62, True), (61, False)])
+def test_stages_are_interleaved_as_megatron_core_accepts_it(layers: int, runs: bool) -> None:
+    sizes = replace(sizes_of_arguments(completed(TINY)), layers=layers, dense_layers=layers)
+    mesh = RunLayout(8, pipeline=8, global_batch=64, level=1, is_fsdp=False)
+    assert is_interleaved(sizes, mesh, 2) == runs
+    assert not is_interleaved(sizes, replace(mesh, global_batch=36), 2)
+    counts_ends = layers % 16 != 0
+    config = partial(
+        TransformerConfig,
+        num_layers=layers,
+        hidden_size=64,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=8,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.bfloat16,
+        account_for_embedding_in_pipeline_split=counts_ends,
+        account_for_loss_in_pipeline_split=counts_ends,
+    )
+    if runs:
+        config()
+    else:
+        with pytest.raises(ValueError, match="must be divisible"):
+            config()
 
 
 def test_selective_recomputation_is_planned_by_the_search() -> None:

@@ -11,10 +11,16 @@ import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
 
+from megatron.planning.costs.gpu_kernels import FITTED
 from megatron.planning.published.compared_runs import ComparedRun
 from megatron.planning.published.comparison_report import report_lines
 from megatron.planning.published.constant_fit import LIMITS, bound_of, fit, neutral
-from megatron.planning.published.plan_run import PlannedRun, formula_of, plan_run
+from megatron.planning.published.plan_run import (
+    PlannedRun,
+    formula_of,
+    plan_run,
+    simulated_seconds,
+)
 from megatron.planning.published.published_runs import PublishedRun, read_runs
 from megatron.planning.published.run_flags import NotExpressibleError
 from megatron.planning.published.run_machine import machine_of
@@ -22,6 +28,7 @@ from megatron.planning.published.run_software import mesh_of, sizes_of, software
 from tests.support.rank_pool import run_ranks
 from tools.plan import main
 
+ROOT = Path(__file__).parents[2]
 RUNS = Path(__file__).with_name("published_runs.jsonl")
 ERROR_OF_SECONDS = 0.12
 ERROR_OF_MEMORY = 0.12
@@ -103,6 +110,21 @@ def test_software_follows_from_the_framework_and_the_notes() -> None:
     assert software_of(row(precision="fp32")).compute_bytes == 4
 
 
+def test_a_run_may_state_the_imbalance_of_its_experts() -> None:
+    experts = {"experts": 8, "top_k": 2, "expert_ffn": 14336}
+    model = dict(row()["model"]) | {"moe": experts}
+    even = formula_of(row(model=model, recompute="none"))
+    uneven = formula_of(row(model=model, recompute="none", expert_imbalance=1.5))
+    assert uneven.seconds > 1.1 * even.seconds
+    assert uneven.peak_bytes > even.peak_bytes
+
+
+def test_a_run_whose_messages_overlap_with_nothing_is_not_simulated() -> None:
+    run = row(framework="nanotron", compile=None)
+    assert not software_of(run).overlaps_data
+    assert simulated_seconds(run, formula_of(run)) is None
+
+
 def test_more_compute_and_more_recomputation_take_longer() -> None:
     seconds = formula_of(row()).seconds
     assert formula_of(row(recompute="full")).seconds > seconds
@@ -112,6 +134,48 @@ def test_more_compute_and_more_recomputation_take_longer() -> None:
     longer = dict(row()["model"]) | {"seq_length": 16384}
     assert formula_of(row(model=longer)).seconds > 2 * seconds
     assert sizes_of(row(model=longer)).flops_per_token > sizes_of(row()).flops_per_token
+
+
+FASTER_IF_LARGER = ("product", "memory", "link")
+LEAST_EFFECT = 0.01
+"""Part of a step that the limits of a constant are apart, in the run where it matters most."""
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_each_constant_changes_the_step(name: str) -> None:
+    short = dict(row()["model"]) | {"seq_length": 256}
+    experts = {"experts": 8, "top_k": 2, "expert_ffn": 14336}
+    of_host = {"gpus": 8, "dp": 8, "global_batch": 16, "compile": False, "zero_level": 1}
+    runs = [*read_runs(RUNS), row(**of_host, model=short)]
+    runs.append(row(**of_host, model=short | {"moe": experts}))
+    low, high = (replace(FITTED, **{name: value}) for value in LIMITS[name])
+    slower, faster = (low, high) if name in FASTER_IF_LARGER else (high, low)
+    effects = []
+    for run in runs:
+        effects.append(formula_of(run, slower).seconds / formula_of(run, faster).seconds - 1)
+    assert min(effects) >= 0
+    assert max(effects) > LEAST_EFFECT
+
+
+def test_the_page_has_the_errors_of_the_report() -> None:
+    report = (ROOT / "benchmarks/results/published_runs.md").read_text()
+    page = (ROOT / "docs/planning.md").read_text()
+    number = r"(\d+\.\d)%"
+    every = re.search(rf"{number} +{number} +{number} +{number} +(\d+) +\S+ +all\n", report)
+    left_out = re.search(rf"{number} +{number} of +\d+  all\n", report)
+    one_profile = re.search(rf"{number} +{number} of +\d+  all, with one profile", report)
+    assert every and left_out and one_profile
+    *step, memory, of_memory, count = every.groups()
+    rows = {
+        "step": step,
+        "step, by constants fitted without": left_out.groups(),
+        "step, with": one_profile.groups(),
+        "memory, of 14 runs": (memory, of_memory),
+    }
+    for title, (median, ninetieth) in rows.items():
+        text = rf"^\| {title}[^|]* \| {median} % \| {ninetieth} % \|$"
+        assert re.search(text, page, re.MULTILINE), (title, median, ninetieth)
+    assert f", {count} of 82 runs of" in page
 
 
 def test_a_report_on_one_source_has_no_cross_validation(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ MOE = {"experts": 8, "expert_ffn": 64}
     ("changes", "problem"),
     [
         ({"micro_batch": 0}, "micro_batch expects a whole number above 0 but got 0"),
+        ({"expert_imbalance": 0.9}, "expert_imbalance expects a number of at least 1 but got 0.9"),
         ({"micro_batch": "2"}, "micro_batch expects a whole number above 0 but got '2'"),
         ({"vpp": 0}, "vpp expects a whole number above 0 but got 0"),
         ({"zero_level": 4}, "zero_level expects one of 0, 1, 2, 3 but got 4"),

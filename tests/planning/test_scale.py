@@ -8,13 +8,17 @@ import pytest
 from benchmarks.scaling.confirmed import MEASURED_RUNS, planned_teraflops
 from benchmarks.scaling.failures import LLAMA, failure_cost, goodput
 from benchmarks.scaling.models import MODELS, active_parameters, num_parameters
+from benchmarks.scaling.pictures import MARKERS
 from benchmarks.scaling.strategies import (
     FSDP_ALONE,
+    FSDP_CONTEXT,
     FSDP_EXPERT,
     HYBRID,
     ScaleRow,
     best_row,
+    layouts,
     row_of,
+    strategies_of,
     with_rings,
 )
 from benchmarks.scaling.tables import cell_of, place_of_stop
@@ -70,6 +74,20 @@ def test_a_batch_with_fewer_sequences_than_ranks_stops_a_strategy() -> None:
     assert row.stops == ["batch"]
     assert row.mesh.global_batch == 4096
     assert "\\*" in cell_of(row)
+
+
+def test_context_parallelism_needs_fewer_sequences_and_long_ones() -> None:
+    row = best_row(LLAMA_70B, FSDP_CONTEXT, 4096, H100)
+    assert row is not None and row.mesh.context == 2
+    assert "batch" not in row.stops and row.mesh.data == 2048
+    assert cell_of(row).endswith(", CP 2")
+    for strategy in strategies_of(DEEPSEEK.sizes):  # its sequences have 4,096 tokens
+        assert {mesh.context for mesh in layouts(DEEPSEEK, strategy, 1024)} == {1}
+
+
+def test_pictures_have_a_marker_for_each_strategy() -> None:
+    for model in MODELS:
+        assert len(strategies_of(model.sizes)) <= len(set(MARKERS))
 
 
 def test_experts_without_ranks_of_their_own_do_not_fit() -> None:

@@ -64,8 +64,8 @@ class Fitted:
     depth: float = 38.16
     memory: float = 0.70
     launch: float = 1.2e-5
-    link: float = 0.9261
-    contention: float = 0.1186
+    link: float = 0.9265
+    contention: float = 0.114
     power: float = 0.719
     expert_calls: float = 493.6
 

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from megatron.planning.costs.gpu_kernels import FITTED, Fitted, Kernels
 from megatron.planning.costs.layer_memory import NONE
+from megatron.planning.costs.message_seconds import collective_seconds
 from megatron.planning.costs.model_sizes import (
     ExpertSizes,
     LatentSizes,
@@ -299,8 +300,7 @@ class LayerWork:
     def _gather(self, elements: float, ranks: range) -> float:
         """Return the seconds in which ranks gather, or scatter, elements of the compute dtype."""
         num_bytes = self._element * elements
-        seconds = self._machine.collective_seconds("all_gather", num_bytes, ranks)
-        return seconds / self._fitted.link
+        return collective_seconds(self._machine, "all_gather", num_bytes, ranks, self._fitted)
 
     def _tensor_messages(self, products: Spent, num_pairs: int) -> Spent:
         """Return the seconds of tensor-parallel messages that nothing overlaps.

@@ -13,12 +13,17 @@ is the mean of the microbatch's seconds for each further stage, divided by the v
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from megatron.planning.costs.gpu_kernels import FITTED, FP32, Fitted, Kernels
 from megatron.planning.costs.layer_memory import NONE, LayerMemory
 from megatron.planning.costs.layer_seconds import LayerWork
+from megatron.planning.costs.message_seconds import (
+    collective_seconds,
+    overlapped_seconds,
+    stage_message_seconds,
+)
 from megatron.planning.costs.model_sizes import ModelSizes, RunLayout
 from megatron.planning.costs.pipeline_stages import Stage, stages_of
 from megatron.planning.costs.software import Software
@@ -34,7 +39,9 @@ OUTPUT = "output"
 EMBEDDING = "embedding"
 
 BUCKET_ELEMENTS = 40e6
-"""Elements of a bucket of DDP in Megatron-Core: the default of --ddp-bucket-size with few ranks."""
+BUCKET_ELEMENTS_OF_RANK = 1e6
+"""Elements of a bucket of DDP in Megatron-Core, the default of --ddp-bucket-size: at least the
+former, and the latter for each data rank."""
 
 WORKSPACE = 600e6
 """Bytes of workspaces of cuBLAS and attention, and of what lives shortly besides activations; an
@@ -111,6 +118,11 @@ class UnitCost:
     gather: float
     reduce: float
     elements: UnitElements
+
+    @property
+    def without_weight(self) -> UnitCost:
+        """The cost of the same computation with a weight of another unit."""
+        return replace(self, gather=0.0, reduce=0.0, elements=UnitElements(0.0))
 
 
 @dataclass(frozen=True)
@@ -256,8 +268,7 @@ class StepFormula:
         return ranks[: max(1, num_inner)]
 
     def _collective(self, name: str, num_bytes: float, ranks: range) -> float:
-        seconds = self._machine.collective_seconds(name, num_bytes, ranks)
-        return seconds / self._fitted.link
+        return collective_seconds(self._machine, name, num_bytes, ranks, self._fitted)
 
     def _gather_seconds(self, elements: UnitElements) -> float:
         """Return the seconds of the gather of weights."""
@@ -298,11 +309,16 @@ class StepFormula:
         exposed = 0.0
         gathers = 0.0
         reductions = 0.0
+        whole = 0.0
         updated = 0.0
-        for kind, count in self._units_of(stage).items():
+        stored = self._stored_units_of(stage)
+        for kind, count in (stored | self._units_of(stage)).items():
             unit = self._unit(kind)
+            if kind not in stored:  # a tied output layer: its weight is the embedding's
+                unit = unit.without_weight
             gathers += count * unit.gather
             reductions += count * unit.reduce
+            whole += count * unit.elements.whole
             updated += count * unit.elements.of_shard(mesh)
             of_forward = unit.forward
             of_backward = unit.backward
@@ -316,9 +332,9 @@ class StepFormula:
             exposed += count * (of_backward - unit.backward)
         ends = self._kernels.move(self._software.update_bytes * updated)
         if mesh.level < 3:
-            ends += self._exposed(gathers, forward, updated)
+            ends += self._exposed(gathers, forward, whole)
         if not mesh.is_fsdp:
-            ends += self._exposed(reductions, backward, updated)
+            ends += self._exposed(reductions, backward, whole)
         return StageSeconds(
             microbatch=forward + backward + self._stage_messages(),
             exposed=exposed,
@@ -326,7 +342,7 @@ class StepFormula:
         )
 
     def _units_of(self, stage: Stage) -> dict[str, int]:
-        """Return the units of a stage that compute or are updated, by their kinds."""
+        """Return the units of a stage that compute, by their kinds."""
         units = {DENSE: stage.dense, EXPERTS: stage.experts}
         if stage.has_embedding:
             units[EMBEDDING] = 1
@@ -339,21 +355,20 @@ class StepFormula:
         """Return the seconds of compute while collectives run."""
         if not self._software.overlaps_data:
             return compute + message
-        slower = compute + self._fitted.contention * min(compute, message)
-        return max(slower, message)
+        return overlapped_seconds(compute, message, self._fitted)
 
-    def _exposed(self, message: float, compute: float, updated: float) -> float:
+    def _exposed(self, message: float, compute: float, num_elements: float) -> float:
         """Return the seconds of the collectives of DDP that compute does not overlap.
 
         Args:
             message: seconds of all of them.
             compute: seconds of what runs at the same time.
-            updated: elements of a rank's shard.
+            num_elements: of the weights of whole units, which buckets divide.
         """
         if not message or not self._software.overlaps_data:
             return message
-        num_elements = updated * len(self._mesh.sharding_ranks)
-        num_buckets = max(1, ceil(num_elements / BUCKET_ELEMENTS))
+        of_bucket = max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_OF_RANK * self._mesh.data)
+        num_buckets = max(1, ceil(num_elements / of_bucket))
         contention = self._fitted.contention * min(compute, message)
         longer = max(0.0, message - compute)
         return longer + message / num_buckets + contention
@@ -363,13 +378,14 @@ class StepFormula:
         mesh = self._mesh
         if mesh.pipeline == 1:
             return 0.0
-        launched = 4 * mesh.virtual * self._fitted.launch
-        if mesh.virtual > 1 and self._software.overlaps_data:
-            return launched
-        distance = mesh.gpus // mesh.pipeline
-        message = self._machine.message_seconds(self._memory.input_bytes, distance)
-        message /= self._fitted.link
-        return 2 * mesh.virtual * message + launched
+        return stage_message_seconds(
+            machine=self._machine,
+            num_bytes=self._memory.input_bytes,
+            distance=mesh.gpus // mesh.pipeline,
+            virtual=mesh.virtual,
+            is_overlapped=mesh.virtual > 1 and self._software.overlaps_data,
+            fitted=self._fitted,
+        )
 
     # ---- memory
 
@@ -400,7 +416,10 @@ class StepFormula:
         return lasting + passing + kept + at_once + gradients + WORKSPACE
 
     def _stored_units_of(self, stage: Stage) -> dict[str, int]:
-        """Return the units of a stage whose weights a rank stores, by their kinds."""
+        """Return the units of a stage whose weights a rank stores and updates, by their kinds.
+
+        A tied output layer beside its embedding has no weight of its own.
+        """
         units = self._units_of(stage)
         if stage.has_embedding and self._sizes.is_tied:
             units.pop(OUTPUT, None)

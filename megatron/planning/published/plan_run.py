@@ -97,6 +97,8 @@ def simulated_seconds(run: PublishedRun, step: FormulaStep) -> float | None:
     if not mesh_of(run).is_fsdp or run["pp"] > 1 or sizes_of(run).window:
         return None
     software = software_of(run)
+    if not software.overlaps_data:  # the engine's streams always overlap
+        return None
     machine = machine_of(run)
     try:
         args = arguments_on(flags_of(run), run["gpus"])

@@ -26,6 +26,10 @@ def _is_measure(value: Any) -> bool:
     return is_number and 0 < value < inf
 
 
+def _is_factor(value: Any) -> bool:
+    return _is_measure(value) and value >= 1
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -58,6 +62,7 @@ class Kind:
 WHOLE = Kind("a whole number above 0", _is_positive)
 COUNT = Kind("a whole number of at least 0", _is_count)
 MEASURE = Kind("a number above 0", _is_measure)
+FACTOR = Kind("a number of at least 1", _is_factor)
 TEXT = Kind("a text", _is_text)
 FLAG = Kind("true or false", _is_flag)
 OBJECT = Kind("an object", _is_object)
@@ -135,6 +140,7 @@ OPTIONAL: dict[str, Kind] = {
     "zero_level": one_of(0, 1, 2, 3),
     "sp": FLAG,
     "compile": FLAG,
+    "expert_imbalance": FACTOR,
     "gradient_reduction": one_of("fp32", "bf16", "fp16"),
     "strategy": TEXT,
     "recompute_note": TEXT,

@@ -121,6 +121,7 @@ def software_of(run: PublishedRun, profile: Software | None = None) -> Software:
     """
     name = str(run["framework"]).lower()
     software = profile or profile_of(name)
+    software = replace(software, imbalance=run.get("expert_imbalance", 1.0))
     notes = run.notes.lower()
     needs_compiler = name == "torchtitan" and run["precision"] == "fp8"
     if run.get("compile", needs_compiler):
