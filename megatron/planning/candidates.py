@@ -97,7 +97,10 @@ class Choices:
 
 
 def candidates(
-    args: argparse.Namespace, num_gpus: int, gpus_per_node: int, choices: Choices
+    args: argparse.Namespace,
+    num_gpus: int,
+    gpus_per_node: int,
+    choices: Choices,
 ) -> Iterator[Candidate]:
     """Yield the candidates whose sizes divide what they must.
 
@@ -140,7 +143,10 @@ def candidates(
 
 
 def meshes(
-    sizes: ModelSizes, num_gpus: int, most_tensor: int, choices: Choices
+    sizes: ModelSizes,
+    num_gpus: int,
+    most_tensor: int,
+    choices: Choices,
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield tensor-parallel ranks, stages, context- and expert-parallel ranks that divide a model.
 
@@ -156,7 +162,9 @@ def meshes(
 
 
 def _divisions(
-    sizes: ModelSizes, most_tensor: int, choices: Choices
+    sizes: ModelSizes,
+    most_tensor: int,
+    choices: Choices,
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield what :func:`meshes` does, for any number of GPUs."""
     num_experts = 1
@@ -181,7 +189,12 @@ def _divisions(
         yield tensor, pipeline, context, expert
 
 
-def no_mesh(args: argparse.Namespace, num_gpus: int, gpus_per_node: int, choices: Choices) -> str:
+def no_mesh(
+    args: argparse.Namespace,
+    num_gpus: int,
+    gpus_per_node: int,
+    choices: Choices,
+) -> str:
     """Return the message that there is no candidate, with what to change.
 
     Args:
@@ -213,7 +226,11 @@ def no_mesh(args: argparse.Namespace, num_gpus: int, gpus_per_node: int, choices
     )
 
 
-def _numbers_of_gpus(args: argparse.Namespace, gpus_per_node: int, choices: Choices) -> set[int]:
+def _numbers_of_gpus(
+    args: argparse.Namespace,
+    gpus_per_node: int,
+    choices: Choices,
+) -> set[int]:
     """Return the numbers of GPUs for which there are candidates.
 
     They are found from the divisors of the batch: trying every number takes seconds for thousands.
@@ -241,7 +258,12 @@ def _numbers_of_gpus(args: argparse.Namespace, gpus_per_node: int, choices: Choi
     return found
 
 
-def _is_runnable(args: argparse.Namespace, sizes: ModelSizes, pipeline: int, expert: int) -> bool:
+def _is_runnable(
+    args: argparse.Namespace,
+    sizes: ModelSizes,
+    pipeline: int,
+    expert: int,
+) -> bool:
     """Return True if the model can be planned with so many stages and expert-parallel ranks.
 
     Args:

@@ -166,7 +166,10 @@ def _all_copies(step: StepResult, num_left_out: int) -> list[Copy]:
 
 
 def sharded_skeleton(
-    args: argparse.Namespace, machine: Cluster, simulator: Simulator, costs: GptCosts
+    args: argparse.Namespace,
+    machine: Cluster,
+    simulator: Simulator,
+    costs: GptCosts,
 ) -> FullyShardedDataParallel:
     """Build the model of a stage on the meta device, shard it, and make it a skeleton.
 

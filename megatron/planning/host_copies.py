@@ -26,7 +26,11 @@ BufferFor = Callable[[torch.dtype], torch.Tensor]
 """Returns the device's tensor for a reduction of a dtype."""
 
 
-def follow_copies(simulator: Simulator, model: ShardedModule, machine: Cluster) -> None:
+def follow_copies(
+    simulator: Simulator,
+    model: ShardedModule,
+    machine: Cluster,
+) -> None:
     """Let a simulator spend the time of the copies of a sharded model; see [Note: copies]."""
     sums_of: dict[ShardMemory, list[RunningSum]] = defaultdict(list)
     for group in model.groups:
@@ -46,7 +50,12 @@ def follow_copies(simulator: Simulator, model: ShardedModule, machine: Cluster) 
 class SimulatedCopies:
     """The copies of a memory whose tensors are on the meta device, as is what is copied."""
 
-    def __init__(self, simulator: Simulator, machine: Cluster, sums: Sequence[RunningSum]):
+    def __init__(
+        self,
+        simulator: Simulator,
+        machine: Cluster,
+        sums: Sequence[RunningSum],
+    ):
         self._simulator = simulator
         self._machine = machine
         self._sums = sums  # of reduced gradients, which come from the device
@@ -64,7 +73,12 @@ class SimulatedCopies:
         self._simulator.change_memory(-tensor.nbytes)
         return pending
 
-    def add(self, total: torch.Tensor, addend: torch.Tensor, is_first: bool) -> None:
+    def add(
+        self,
+        total: torch.Tensor,
+        addend: torch.Tensor,
+        is_first: bool,
+    ) -> None:
         """Copy gradients to the host; their memory is free when compute has waited for that.
 
         Args:

@@ -78,7 +78,10 @@ def layouts_of(
 
 
 def _with_batch(
-    mesh: RunLayout, batch: int, micro_batch: int, rounds_batch: bool
+    mesh: RunLayout,
+    batch: int,
+    micro_batch: int,
+    rounds_batch: bool,
 ) -> RunLayout | None:
     """Return a layout with microbatches of some sequences; None: they do not go together.
 
@@ -111,7 +114,11 @@ def _with_virtual_stages(sizes: ModelSizes, mesh: RunLayout) -> Iterator[RunLayo
             yield replace(mesh, virtual=virtual)
 
 
-def is_interleaved(sizes: ModelSizes, mesh: RunLayout, virtual: int) -> bool:
+def is_interleaved(
+    sizes: ModelSizes,
+    mesh: RunLayout,
+    virtual: int,
+) -> bool:
     """Return True if Megatron-Core runs a layout with so many virtual stages.
 
     All of them have as many layers, or embedding and loss count as one each

@@ -104,7 +104,12 @@ class Cluster:
         """GPUs that the links inside of a node, or of a rack, join."""
         return max(self.joined_gpus or 0, self.gpus_per_node)
 
-    def collective_seconds(self, name: str, num_bytes: float, ranks: Sequence[int]) -> float:
+    def collective_seconds(
+        self,
+        name: str,
+        num_bytes: float,
+        ranks: Sequence[int],
+    ) -> float:
         """Return the seconds of a collective; see [Note: the time of a collective].
 
         Args:
@@ -142,7 +147,12 @@ class Cluster:
             return self.between.latency
         return self.inside.latency
 
-    def exchange_seconds(self, num_bytes: float, ranks: Sequence[int], copies: int = 0) -> float:
+    def exchange_seconds(
+        self,
+        num_bytes: float,
+        ranks: Sequence[int],
+        copies: int = 0,
+    ) -> float:
         """Return the seconds of an all-to-all.
 
         Args:
@@ -201,7 +211,11 @@ class Cluster:
 
 
 def _node_of_8(
-    gpu: str, gigabytes: int, memory: float, nvlink: float, host_memory: float
+    gpu: str,
+    gigabytes: int,
+    memory: float,
+    nvlink: float,
+    host_memory: float,
 ) -> Cluster:
     """Return a node of 8 GPUs with one 400 Gb/s adapter each.
 
@@ -349,7 +363,11 @@ def find_machine(name: str) -> Cluster:
     return Cluster(**values)
 
 
-def _problems_of(values: Any, kind: type = Cluster, place: str = "") -> list[str]:
+def _problems_of(
+    values: Any,
+    kind: type = Cluster,
+    place: str = "",
+) -> list[str]:
     """Return the problems of an object of a machine's file, and of the objects inside of it."""
     if not isinstance(values, dict):
         return [f"{place.removesuffix('.') or 'the file'} expects an object"]

@@ -67,7 +67,10 @@ class PlannedUpdate:
 
 
 def plan_update(
-    args: argparse.Namespace, machine: Cluster, model: ShardedModule, costs: GptCosts
+    args: argparse.Namespace,
+    machine: Cluster,
+    model: ShardedModule,
+    costs: GptCosts,
 ) -> PlannedUpdate:
     """Plan the update of the rank that a simulation pretends to be.
 
@@ -109,7 +112,11 @@ def plan_update(
     )
 
 
-def _host_use(args: argparse.Namespace, machine: Cluster, model: ShardedModule) -> HostUse:
+def _host_use(
+    args: argparse.Namespace,
+    machine: Cluster,
+    model: ShardedModule,
+) -> HostUse:
     """Return the part of a rank that is on its host."""
     states = 1 if args.optimizer == "sgd" else 2
     num_bytes = 0
@@ -160,7 +167,10 @@ def matrices_of(model: ShardedModule) -> list[ShardedParam]:
 
 
 def _plan_owners(
-    args: argparse.Namespace, machine: Cluster, model: ShardedModule, matrices: list[ShardedParam]
+    args: argparse.Namespace,
+    machine: Cluster,
+    model: ShardedModule,
+    matrices: list[ShardedParam],
 ) -> Iterator[OwnerPlan]:
     """Yield the plans of matrices that have the same axes: experts', and all others."""
     found: dict[Axes, list[ShardedParam]] = defaultdict(list)

@@ -26,7 +26,11 @@ SHORT_UNITS = 8
 """Units around the middle of a step that the lower timeline shows."""
 
 
-def draw_plan(prediction: Prediction, memory_limit: float, path: Path) -> None:
+def draw_plan(
+    prediction: Prediction,
+    memory_limit: float,
+    path: Path,
+) -> None:
     """Draw the first pipeline stage of a prediction as a PNG.
 
     Args:
@@ -78,7 +82,11 @@ def title(prediction: Prediction, stage: StagePrediction) -> str:
     )
 
 
-def draw_memory(panel: Any, stage: StagePrediction, memory_limit: float) -> None:
+def draw_memory(
+    panel: Any,
+    stage: StagePrediction,
+    memory_limit: float,
+) -> None:
     """Draw the bytes of a rank over time.
 
     Args:
@@ -103,7 +111,11 @@ def draw_memory(panel: Any, stage: StagePrediction, memory_limit: float) -> None
     panel.margins(x=0)
 
 
-def draw_streams(panel: Any, intervals: list[Interval], text: str) -> None:
+def draw_streams(
+    panel: Any,
+    intervals: list[Interval],
+    text: str,
+) -> None:
     """Draw what each stream does.
 
     Args:
@@ -135,7 +147,11 @@ def draw_streams(panel: Any, intervals: list[Interval], text: str) -> None:
     panel.set_xlabel("seconds")
 
 
-def spans_of(intervals: list[Interval], stream: str, name: str) -> list[tuple[float, float]]:
+def spans_of(
+    intervals: list[Interval],
+    stream: str,
+    name: str,
+) -> list[tuple[float, float]]:
     """Return the begin and the length of work.
 
     Args:
@@ -163,7 +179,11 @@ def excerpt(intervals: list[Interval]) -> tuple[float, float]:
     return shown[0].begin, shown[-1].end
 
 
-def overlaps(interval: Interval, begin: float, end: float) -> bool:
+def overlaps(
+    interval: Interval,
+    begin: float,
+    end: float,
+) -> bool:
     """Return True if work takes place between two times.
 
     Args:

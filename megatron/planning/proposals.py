@@ -94,7 +94,11 @@ def costs_of_update(found: Prediction) -> Iterator[str]:
         )
 
 
-def _fastest(plan: Plan, flags: Sequence[str], machine: Cluster) -> Prediction | None:
+def _fastest(
+    plan: Plan,
+    flags: Sequence[str],
+    machine: Cluster,
+) -> Prediction | None:
     """Return the fastest settings with further flags, if the program takes them and they fit."""
     names = {word for word in flags if word.startswith("--")}
     if names & {word.split("=")[0] for word in plan.words}:

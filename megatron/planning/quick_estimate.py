@@ -68,7 +68,9 @@ class QuickEstimate:
 
 
 def arguments_of(
-    args: argparse.Namespace, candidate: Candidate, num_gpus: int
+    args: argparse.Namespace,
+    candidate: Candidate,
+    num_gpus: int,
 ) -> argparse.Namespace:
     """Return the arguments of a candidate, without the rules' check.
 
@@ -112,7 +114,12 @@ class QuickEstimates:
         machine: on which the model is trained.
     """
 
-    def __init__(self, args: argparse.Namespace, num_gpus: int, machine: Cluster):
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        num_gpus: int,
+        machine: Cluster,
+    ):
         self._args = args
         self._num_gpus = num_gpus
         self._machine = machine
@@ -167,7 +174,12 @@ class QuickEstimates:
             found[EXPERTS] = costs.of_layer(True)
         return found
 
-    def _host_seconds(self, host_bytes: int, num_microbatches: int, candidate: Candidate) -> float:
+    def _host_seconds(
+        self,
+        host_bytes: int,
+        num_microbatches: int,
+        candidate: Candidate,
+    ) -> float:
         """Return the seconds of a step's copies to and from the host, and of the update there."""
         of_each = host_bytes / 4  # as many of weights, gradients and two moments
         num_copies = 1
@@ -281,7 +293,11 @@ def _estimate_unit(module: nn.Module, args: argparse.Namespace) -> MemoryEstimat
     return estimate_memory(nn.ModuleList([module]), plan)
 
 
-def _bytes_of(parts: list[PartCost], under_way: int, candidate: Candidate) -> float:
+def _bytes_of(
+    parts: list[PartCost],
+    under_way: int,
+    candidate: Candidate,
+) -> float:
     """Return the bytes of a pipeline stage whose first microbatches are under way."""
     lasting = 0
     kept = 0

@@ -124,7 +124,9 @@ class Prediction:
 
 
 def model_arguments(
-    words: Sequence[str], problems: list[str], expert_imbalance: float = 1.0
+    words: Sequence[str],
+    problems: list[str],
+    expert_imbalance: float = 1.0,
 ) -> argparse.Namespace | None:
     """Return the completed arguments of a model on one rank, as :func:`arguments_on` does.
 
@@ -150,7 +152,9 @@ def model_arguments(
 
 
 def arguments_on(
-    words: Sequence[str], num_gpus: int, expert_imbalance: float = 1.0
+    words: Sequence[str],
+    num_gpus: int,
+    expert_imbalance: float = 1.0,
 ) -> argparse.Namespace:
     """Return completed and checked arguments, with ``padded_vocab_size`` and the imbalance.
 
@@ -187,7 +191,10 @@ def arguments_on(
 
 
 def estimates_of(
-    args: argparse.Namespace, num_gpus: int, machine: Cluster, choices: Choices
+    args: argparse.Namespace,
+    num_gpus: int,
+    machine: Cluster,
+    choices: Choices,
 ) -> list[QuickEstimate]:
     """Return the quick estimates of all candidates.
 
@@ -289,7 +296,10 @@ def _simulated(
 
 
 def predict(
-    candidate: Candidate, flags: list[str], args: argparse.Namespace, machine: Cluster
+    candidate: Candidate,
+    flags: list[str],
+    args: argparse.Namespace,
+    machine: Cluster,
 ) -> Prediction:
     """Simulate the first pipeline stage of a candidate, one from the middle, and the last one.
 

@@ -166,7 +166,11 @@ class Simulator(Recorder):
         return entry
 
     def begin_collective(
-        self, kind: str, name: str, operands: observe.Operands, group: observe.Group
+        self,
+        kind: str,
+        name: str,
+        operands: observe.Operands,
+        group: observe.Group,
     ) -> TraceEntry:
         """Record; compute waits for what is not on a stream of its own."""
         entry = super().begin_collective(kind, name, operands, group)
@@ -216,7 +220,12 @@ class Simulator(Recorder):
 
     # ---- the model's calls
 
-    def spend(self, seconds: float, name: str, unit: str) -> None:
+    def spend(
+        self,
+        seconds: float,
+        name: str,
+        unit: str,
+    ) -> None:
         """Let compute work for some seconds, and longer while collectives run.
 
         Args:
@@ -244,7 +253,12 @@ class Simulator(Recorder):
         released = weakref.finalize(tensor, self.change_memory, -num_bytes)
         released.atexit = False
 
-    def copy(self, stream_name: str, num_bytes: int, seconds: float) -> Pending:
+    def copy(
+        self,
+        stream_name: str,
+        num_bytes: int,
+        seconds: float,
+    ) -> Pending:
         """Copy between the device and the host on a stream.
 
         Args:
@@ -263,7 +277,14 @@ class Simulator(Recorder):
         """Let compute wait for everything that a stream was given."""
         self._wait_until(self._streams.get(stream_name, 0.0))
 
-    def _add(self, stream: str, name: str, unit: str, begin: float, end: float) -> None:
+    def _add(
+        self,
+        stream: str,
+        name: str,
+        unit: str,
+        begin: float,
+        end: float,
+    ) -> None:
         interval = Interval(
             stream=stream,
             name=name,
@@ -312,7 +333,9 @@ def simulating(
 
 
 def attach(
-    simulator: Simulator, model: ShardedModule, parts: Mapping[ParamGroup, float] | None = None
+    simulator: Simulator,
+    model: ShardedModule,
+    parts: Mapping[ParamGroup, float] | None = None,
 ) -> None:
     """Let the streams of a sharded model be those of a simulator, and count its weights.
 

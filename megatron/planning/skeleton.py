@@ -80,7 +80,10 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, operation: Operation, activation: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any,
+        operation: Operation,
+        activation: torch.Tensor,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
         operation.forward()
         ctx.operation = operation
@@ -184,7 +187,11 @@ class _Plan:
                 yield from self.steps(child, inner_name)
 
 
-def _call_with(module: nn.Module, owner: nn.Module, name: str) -> Step:
+def _call_with(
+    module: nn.Module,
+    owner: nn.Module,
+    name: str,
+) -> Step:
     """Return the step that calls a module with a parameter of another one as an argument."""
 
     def call(activation: torch.Tensor) -> torch.Tensor:

@@ -242,8 +242,7 @@ MODELS: dict[str, WrongCall] = {
         lambda scene: fully_shard_model(complex_parameter()),
     ),
     "slices of a parameter": WrongCall(
-        tuple(f"whole and {name} overlap in memory" for name in ("second", "third"))
-        + ("first", "one nn.Parameter"),
+        ("whole and second overlap", "whole and third overlap", "first", "one nn.Parameter"),
         lambda scene: fully_shard_model(slices_of_a_parameter()),
     ),
     "sharded wrapper again": WrongCall(

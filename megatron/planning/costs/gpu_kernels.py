@@ -82,7 +82,12 @@ class Kernels:
         fitted: constants of the model of time.
     """
 
-    def __init__(self, machine: Cluster, software: Software, fitted: Fitted = FITTED):
+    def __init__(
+        self,
+        machine: Cluster,
+        software: Software,
+        fitted: Fitted = FITTED,
+    ):
         self._machine = machine
         self._software = software
         self._fitted = fitted
@@ -97,7 +102,12 @@ class Kernels:
             self._fp8_flops = machine.fp8_flops * machine.fp8_efficiency * reached
 
     def product(
-        self, m: float, n: float, k: float, count: float = 1, is_fp8: bool = False
+        self,
+        m: float,
+        n: float,
+        k: float,
+        count: float = 1,
+        is_fp8: bool = False,
     ) -> float:
         """Return the seconds of products of (m, k) and (k, n).
 
@@ -131,7 +141,12 @@ class Kernels:
         return num_bytes / self._memory
 
     def attention(
-        self, sequences: float, queries: float, keys: float, width: float, head: int
+        self,
+        sequences: float,
+        queries: float,
+        keys: float,
+        width: float,
+        head: int,
     ) -> tuple[float, float]:
         """Return the seconds of attention forward and backward.
 
@@ -155,7 +170,12 @@ class Kernels:
 
 
 @cache
-def part_of_tiles(m: int, n: int, count: int, processors: int) -> float:
+def part_of_tiles(
+    m: int,
+    n: int,
+    count: int,
+    processors: int,
+) -> float:
     """Return the part of the FLOP/s that tiles leave; see [Note: matrix products].
 
     Args:

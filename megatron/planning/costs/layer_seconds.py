@@ -111,7 +111,13 @@ class LayerWork:
 
     # ---- products
 
-    def _products(self, m: float, n: float, k: float, count: float = 1) -> Spent:
+    def _products(
+        self,
+        m: float,
+        n: float,
+        k: float,
+        count: float = 1,
+    ) -> Spent:
         """Return the seconds of a product forward, and of its two products backward.
 
         Args:
@@ -179,7 +185,12 @@ class LayerWork:
         spent.add(self._products(self._tokens, width / tensor, latent.key_rank))
         return spent
 
-    def _mlp(self, tokens: float, width: float, count: float = 1) -> tuple[Spent, float]:
+    def _mlp(
+        self,
+        tokens: float,
+        width: float,
+        count: float = 1,
+    ) -> tuple[Spent, float]:
         """Return the seconds of an MLP's products, and of the first one's forward alone."""
         hidden = self._sizes.hidden
         num_matrices = self._sizes.num_matrices
@@ -247,7 +258,12 @@ class LayerWork:
         """
         return self._kernels.move(num_bytes * self._element / BF16)
 
-    def _passes(self, elements: float, forward: float, backward: float) -> Spent:
+    def _passes(
+        self,
+        elements: float,
+        forward: float,
+        backward: float,
+    ) -> Spent:
         """Return the seconds of passes over elements.
 
         Args:
@@ -437,7 +453,10 @@ class LayerWork:
         return spent, first, exchanges
 
     def forward_and_backward(
-        self, has_experts: bool, recompute: str = NONE, part: float = 1.0
+        self,
+        has_experts: bool,
+        recompute: str = NONE,
+        part: float = 1.0,
     ) -> tuple[float, float]:
         """Return the seconds of a layer forward and backward, with its messages.
 
@@ -486,7 +505,12 @@ class LayerWork:
             mlp_products=0.0,
         )
 
-    def _rest(self, message: float, compute: float, num_parts: int) -> float:
+    def _rest(
+        self,
+        message: float,
+        compute: float,
+        num_parts: int,
+    ) -> float:
         """Return what a message adds to simultaneous compute; see [Note: messages of a layer].
 
         Args:

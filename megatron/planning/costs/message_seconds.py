@@ -14,7 +14,11 @@ gradients of both."""
 
 
 def collective_seconds(
-    machine: Cluster, name: str, num_bytes: float, ranks: Sequence[int], fitted: Fitted = FITTED
+    machine: Cluster,
+    name: str,
+    num_bytes: float,
+    ranks: Sequence[int],
+    fitted: Fitted = FITTED,
 ) -> float:
     """Return the seconds of a collective.
 
@@ -28,7 +32,11 @@ def collective_seconds(
     return machine.collective_seconds(name, num_bytes, ranks) / fitted.link
 
 
-def overlapped_seconds(compute: float, message: float, fitted: Fitted = FITTED) -> float:
+def overlapped_seconds(
+    compute: float,
+    message: float,
+    fitted: Fitted = FITTED,
+) -> float:
     """Return the seconds of compute and a simultaneous collective, which slows it.
 
     Args:

@@ -25,7 +25,11 @@ class Stage:
     has_output: bool
 
 
-def stages_of(sizes: ModelSizes, mesh: RunLayout, is_balanced: bool = False) -> list[Stage]:
+def stages_of(
+    sizes: ModelSizes,
+    mesh: RunLayout,
+    is_balanced: bool = False,
+) -> list[Stage]:
     """Return the pipeline stages of a model.
 
     Layers that do not divide evenly are one fewer in the first and in the last stage, if embedding

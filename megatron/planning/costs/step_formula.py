@@ -267,7 +267,12 @@ class StepFormula:
         num_inner = len(ranks) // self._mesh.copies
         return ranks[: max(1, num_inner)]
 
-    def _collective(self, name: str, num_bytes: float, ranks: range) -> float:
+    def _collective(
+        self,
+        name: str,
+        num_bytes: float,
+        ranks: range,
+    ) -> float:
         return collective_seconds(self._machine, name, num_bytes, ranks, self._fitted)
 
     def _gather_seconds(self, elements: UnitElements) -> float:
@@ -357,7 +362,12 @@ class StepFormula:
             return compute + message
         return overlapped_seconds(compute, message, self._fitted)
 
-    def _exposed(self, message: float, compute: float, num_elements: float) -> float:
+    def _exposed(
+        self,
+        message: float,
+        compute: float,
+        num_elements: float,
+    ) -> float:
         """Return the seconds of the collectives of DDP that compute does not overlap.
 
         Args:

@@ -67,7 +67,9 @@ def result_lines(compared: Sequence[ComparedRun], left_out: Sequence[NotPlanned]
 
 
 def report_lines(
-    compared: Sequence[ComparedRun], left_out: Sequence[NotPlanned], command: str
+    compared: Sequence[ComparedRun],
+    left_out: Sequence[NotPlanned],
+    command: str,
 ) -> Iterator[str]:
     """Yield the lines of the report, which is Markdown.
 
@@ -187,7 +189,11 @@ def draw_comparison(compared: Sequence[ComparedRun], path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def _draw_points(panel: Any, points: list[tuple[float, float]], **style: Any) -> None:
+def _draw_points(
+    panel: Any,
+    points: list[tuple[float, float]],
+    **style: Any,
+) -> None:
     """Draw points: what was measured to the right, what is planned upwards."""
     measured = [point[0] for point in points]
     planned = [point[1] for point in points]

@@ -48,7 +48,9 @@ MOST = 0.5
 
 
 def ratios(
-    runs: Sequence[PublishedRun], fitted: Fitted, profile: Software | None = None
+    runs: Sequence[PublishedRun],
+    fitted: Fitted,
+    profile: Software | None = None,
 ) -> list[float]:
     """Return the planned seconds of runs, in the measured ones.
 
@@ -114,7 +116,11 @@ def fit(runs: Sequence[PublishedRun]) -> Fitted:
     return best
 
 
-def _changed_one_by_one(runs: Sequence[PublishedRun], begin: Fitted, change: float) -> Fitted:
+def _changed_one_by_one(
+    runs: Sequence[PublishedRun],
+    begin: Fitted,
+    change: float,
+) -> Fitted:
     """Return constants of which each was changed by a part if that makes errors smaller."""
     best = begin
     least = loss(runs, best)

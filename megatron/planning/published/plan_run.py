@@ -112,7 +112,9 @@ def simulated_seconds(run: PublishedRun, step: FormulaStep) -> float | None:
 
 
 def formula_of(
-    run: PublishedRun, fitted: Fitted = FITTED, profile: Software | None = None
+    run: PublishedRun,
+    fitted: Fitted = FITTED,
+    profile: Software | None = None,
 ) -> FormulaStep:
     """Return the step of a published run by formulas.
 
