@@ -153,7 +153,8 @@ def _other_ranks(rank: int, num_ranks: int) -> list[int]:
 
 def _work(finish: Callable[[], None], async_op: bool) -> Work | None:
     """Return the work that ``finish`` ends, or end it now and return None."""
+    pending = Pending(finish)
     if async_op:
-        return Pending(finish)
-    finish()
+        return pending
+    pending.wait()
     return None

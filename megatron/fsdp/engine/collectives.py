@@ -357,7 +357,7 @@ def agree(
     """
     known = sorted(set(problems))
     for group in groups:
-        if dist.get_world_size(group) == 1:
+        if dist.get_world_size(group) <= 1:
             continue
         if not have_equal(known, group):
             known = exchange(known, [group])

@@ -283,8 +283,8 @@ class ParamGroup(StateOwner[WeightState]):
         """Allocate the compute parameters, cast the shard, and return the all-gathers to start."""
         self.compute.allocate()
         filled = Pending()
-        # At level 3 the cast goes into this rank's slice of the buffer, which has memory only now.
-        # At other levels the compute shard lasts, and is cast once after each update.
+        # Where the compute shard is a slice of the buffer, which has memory only now, each
+        # all-gather casts. A compute shard that lasts is cast once after each update.
         if self._casts_at_unshard or self.main_state is MainState.DUE:
             filled = self._cast()
         owned = None
@@ -437,7 +437,7 @@ def unshard_groups(groups: Sequence[ParamGroup]) -> None:
 
 
 def _unshard_together(groups: Sequence[ParamGroup]) -> None:
-    """Start one all-gather of groups whose ranks are the same."""
+    """Start the all-gathers of groups whose ranks are the same, in one launch over each axis."""
     gathers: list[Gather] = []
     for group in groups:
         gathers += group.prepare_unshard()

@@ -393,7 +393,7 @@ class Prefetcher:
             if unit.users:
                 continue
             if self._are_assigned_ahead and unit.blockers:
-                continue  # another unit uses its memory
+                continue  # another unit occupies its memory
             unit.unshard()
             self._prefetched.add(unit)
 

@@ -148,7 +148,7 @@ def change_state(
 
 
 class StateOwner(Generic[State]):
-    """A group's gradients, a unit or a call, whose state changes as the table allows."""
+    """A group, its gradients, a unit or a call, whose state changes as the table allows."""
 
     state: State
 

@@ -163,11 +163,14 @@ def makes_state_late(kind: OptimizerClass, group: GroupSettings) -> bool:
 
 def elementwise_names(states: States) -> set[str]:
     """Return the names of the entries that are sharded like their parameters."""
-    # They are DTensors for some parameter, or have the shape of the parameter for all of them.
-    # Parameters of one element are left out, because step counts may have the same shape.
+    # They are DTensors for some parameter, or have the shape of the parameter for all of them. A
+    # tensor that is smaller than its parameter is a statistic, such as Adafactor's of columns: for
+    # a matrix of one row, and for no other, it has the shape of the matrix. Parameters of one
+    # element are left out, because step counts may have the same shape.
     sharded = set()
     fitting = set()
     others = set()
+    statistics = set()
     for sharded_param, param_state in states:
         shape = sharded_param.flat_range.shape
         if prod(shape) <= 1:
@@ -181,7 +184,9 @@ def elementwise_names(states: States) -> set[str]:
                 fitting.add(name)
             else:
                 others.add(name)
-    return sharded | (fitting - others)
+                if value.numel() < prod(shape):
+                    statistics.add(name)
+    return (sharded - statistics) | (fitting - others)
 
 
 def shard_param_state(

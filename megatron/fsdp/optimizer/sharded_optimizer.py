@@ -46,7 +46,7 @@ from megatron.fsdp.optimizer.optimizer_state import (
 from megatron.fsdp.optimizer.quantized_state import LocalUpdate, quantizes_state
 
 # Of a state dict, by its keys: numbers, or names if torch's `set_state_dict` has replaced them.
-ShardedParams = dict[Any, ShardedParam]
+ParamsByKey = dict[Any, ShardedParam]
 StateByKey = dict[Any, ParamState]
 
 
@@ -215,7 +215,7 @@ class ShardedOptimizer(Optimizer):
 
     def _sharded_state(
         self,
-        sharded_params: ShardedParams,
+        sharded_params: ParamsByKey,
         state: StateByKey,
     ) -> StateByKey:
         """Return loaded state with shards, given the parameters by the keys of the state dict."""
@@ -244,7 +244,7 @@ class ShardedOptimizer(Optimizer):
 
     def _warn_of_missing(
         self,
-        sharded_params: ShardedParams,
+        sharded_params: ParamsByKey,
         state: StateByKey,
     ) -> None:
         kind = _user_class(self)
@@ -263,7 +263,7 @@ class ShardedOptimizer(Optimizer):
 
     def _refuse_local_state(
         self,
-        sharded_params: ShardedParams,
+        sharded_params: ParamsByKey,
         state: StateByKey,
     ) -> None:
         # These updates keep all state in DTensors, with equal step counts on all ranks. At level 0
@@ -286,7 +286,7 @@ class ShardedOptimizer(Optimizer):
         name = _user_class(self).__name__
         refuse_local_state(name, states, list(groups))
 
-    def _sharded_params(self) -> ShardedParams:
+    def _sharded_params(self) -> ParamsByKey:
         """Return the sharded parameters by their position in state dicts."""
         sharded_params = {}
         for position, parameter in enumerate(parameters_of(self)):

@@ -12,7 +12,7 @@ from megatron.fsdp.engine.buffer import FlatBuffer
 from megatron.fsdp.engine.collectives import Gather
 from megatron.fsdp.engine.device import Pending, in_backward
 from megatron.fsdp.engine.param_group import ParamGroup, unshard_groups
-from megatron.fsdp.engine.states import MainState, WeightState, change_state
+from megatron.fsdp.engine.states import MainState, WeightState
 from megatron.fsdp.quantized.transformer_engine_weights import TransformerEngineForm
 
 # [Note: codes for the backward] MXFP8 scales blocks of 32 values in a row for the forward, and of
@@ -81,7 +81,7 @@ class TwoSidedGroup(ParamGroup):
         if self._missing:
             self.wait_for_unshard()  # for the other side, which was prefetched
             if self.state is WeightState.UNSHARDED:
-                self.state = change_state(self, self.state, WeightState.STALE)
+                self.change_state(WeightState.STALE)
         return super().needs_unshard()
 
     def prepare_unshard(self) -> list[Gather]:

@@ -228,6 +228,26 @@ def shard_after_two_steps(make: Make) -> None:
         compare_shards(model, weights(model), weights(reference), "weight", TOLERANCE)
 
 
+def load_own_state(make: Make) -> None:
+    """Load an optimizer's state into itself after two steps, and train on."""
+    reference, module = build(), build()
+    expected, optimizer = make(reference.parameters()), make(module.parameters())
+    model, optimizer = fully_shard(module, optimizer, shard_mesh(), **sharding(module))
+    for step in range(4):
+        if step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+        unsharded_step(reference, expected, step)
+        sharded_step(model, optimizer, step)
+    compare_shards(model, weights(model), weights(reference), "weight", TOLERANCE)
+
+
+@pytest.mark.always("adafactor")
+@pytest.mark.parametrize("name", ["adafactor", "row_means", "shampoo"])
+def test_an_optimizer_loads_its_own_state(ranks: Ranks, name: str) -> None:
+    """Adafactor's column statistics have the shape of a parameter of one row, and of no other."""
+    ranks(2, load_own_state, OPTIMIZERS[name])
+
+
 @on_ranks(2)
 def test_a_rank_of_level_0_needs_no_other_for_its_states() -> None:
     """At level 0 every rank has all state, so one rank may save and load by itself."""
