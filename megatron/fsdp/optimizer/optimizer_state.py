@@ -164,8 +164,8 @@ def makes_state_late(kind: OptimizerClass, group: GroupSettings) -> bool:
 def elementwise_names(states: States) -> set[str]:
     """Return the names of the entries that are sharded like their parameters."""
     # They are DTensors for some parameter, or have the shape of the parameter for all of them. A
-    # tensor that is smaller than its parameter is a statistic, such as Adafactor's of columns: for
-    # a matrix of one row, and for no other, it has the shape of the matrix. Parameters of one
+    # tensor of size 1 in some dims of its parameter is a statistic, such as Adafactor's of columns:
+    # for a matrix of one row, and for no other, it has the shape of the matrix. Parameters of one
     # element are left out, because step counts may have the same shape.
     sharded = set()
     fitting = set()
@@ -184,9 +184,16 @@ def elementwise_names(states: States) -> set[str]:
                 fitting.add(name)
             else:
                 others.add(name)
-                if value.numel() < prod(shape):
+                if _is_of_some_dims(value.shape, shape):
                     statistics.add(name)
     return (sharded - statistics) | (fitting - others)
+
+
+def _is_of_some_dims(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Return True for the shape of a tensor with its size in some dims and 1 in the others."""
+    if len(shape) != len(whole):
+        return False
+    return all(size in (1, full) for size, full in zip(shape, whole))
 
 
 def shard_param_state(
