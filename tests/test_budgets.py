@@ -36,7 +36,7 @@ ROOMS = [
     Room("megatron/fsdp/engine",            5_500, 19),  # 7.5 tokens a line, arguments documented
     Room("megatron/fsdp",                  17_100, 73),  # files by nouns, states with docstrings
     Room("megatron/mcore_adapter",          5_400, 36),  # 7.5 tokens a line, arguments explained
-    Room("megatron/checkpoint",            14_200, 64),  # 7.5 tokens a line, arguments explained
+    Room("megatron/checkpoint",            14_400, 65),  # metadata is read in C
     Room("megatron/pretrain",              10_400, 57),  # a row for each flag
 ]  # fmt: skip
 

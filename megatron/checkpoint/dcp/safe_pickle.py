@@ -19,13 +19,14 @@ import signal
 import types
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import numpy
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from megatron.checkpoint.dcp import pickle_in_c
 from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
 
 # Any: typeshed describes the classes in C, without the methods that are replaced below.
@@ -172,7 +173,8 @@ def _member(owner: Any, name: Any) -> Any:
 class Unpickler(_PythonUnpickler):  # type: ignore[misc]
     """An unpickler that finds the classes on the list, stand-ins, and nothing else.
 
-    It is the one in Python: the one in C sets any attribute of anything, of classes too.
+    It is the one in Python: the one in C sets any attribute of anything, of classes too. See
+    [Note: what the unpickler in C may reach].
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -293,6 +295,8 @@ def load(data: bytes) -> Any:
         RefusedPickleError: for a class that is not on the list.
         ValueError: for bytes that are no pickle.
     """
+    with suppress(Exception):  # the unpickler in Python decides then, and names what is wrong
+        return pickle_in_c.load(data)
     return _guarded(lambda: Unpickler(io.BytesIO(data)).load())
 
 
