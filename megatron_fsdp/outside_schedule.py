@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron.fsdp.engine.device import held
+from megatron.fsdp.engine.device import record_on_current_stream
 from megatron.fsdp.engine.unit import Unit, UnitCall
 from megatron.fsdp.module.sharded_module import ShardedModule
 from megatron.fsdp.module.unshard_handle import UnitHandle, units_of
@@ -110,7 +110,7 @@ class OutsideSchedule(ShardedModule):
     def _begin(self) -> None:
         if self._memory_slots is not None:
             raise NotImplementedError("memory slots, with a schedule outside of the model")
-        self._hooks.callbacks.before_call()
+        self._hooks.unit_callbacks.before_call()
         self._schedule.begin_forward()
         # It knows one order of units, but forward and backward take turns here.
         prefetcher = self._schedule.prefetcher
@@ -149,7 +149,7 @@ class OutsideSchedule(ShardedModule):
             for group in unit.trained_groups:
                 for parameter in group.parameters:
                     if parameter.grad is not None:
-                        held(parameter.grad)
+                        record_on_current_stream(parameter.grad)
 
     def _prefetch(self, unit: Unit, step: int) -> None:
         """Unshard the unit that follows, in the order of registration."""

@@ -30,7 +30,7 @@ BROKEN_LINES = [
     BrokenLine(
         "collectives: the divisor of an average",
         "megatron/fsdp/engine/collectives.py",
-        "divisor = self.divisor / (self.inner_size * self.outer_size)",
+        "divisor = self.divisor / self.num_ranks",
         "divisor = self.divisor / self.inner_size",
         "tests/fsdp/test_gradients.py",
     ),

@@ -27,7 +27,6 @@ KIND_OF_WORD = {
     "wait": WAIT,
     "synchronize": WAIT,
     "record": RECORD,
-    "held": RECORD,
     "allocate": ALLOCATION,
     "free": FREE,
     "release": FREE,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -30,6 +30,38 @@ Wrapper = TypeVar("Wrapper", bound=ShardedModule)
 Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
 
 
+@overload
+def fully_shard(
+    model: nn.Module,
+    optimizer: None = None,
+    *,
+    mesh: Mesh | None = None,
+    units: Units = (),
+    strategy: Strategy = ...,
+    precision: MixedPrecisionPolicy | TorchPrecision = ...,
+    gradients: Gradients = ...,
+    overlap: Overlap = ...,
+    memory: Memory = ...,
+    initialisation: MetaInitialisation | None = None,
+) -> ShardedModule: ...
+
+
+@overload
+def fully_shard(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    mesh: Mesh | None = None,
+    units: Units = (),
+    strategy: Strategy = ...,
+    precision: MixedPrecisionPolicy | TorchPrecision = ...,
+    gradients: Gradients = ...,
+    overlap: Overlap = ...,
+    memory: Memory = ...,
+    initialisation: MetaInitialisation | None = None,
+) -> tuple[ShardedModule, Optimizers]: ...
+
+
 def fully_shard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
@@ -45,11 +77,15 @@ def fully_shard(
 ) -> Any:
     """Shard a model, and its optimizer, over data ranks, by typed settings.
 
-    ``megatron_fsdp`` has the published functions, with keywords.
+    At level 3 each rank keeps its shard of every parameter. A pre-forward hook all-gathers the
+    weights of a unit, a post-forward hook frees them. Backward gathers them again, reduce-scatters
+    the unit's gradients and frees both. The optimizer steps on the shards. docs/how_it_works.md
+    shows this for one step.
 
-    docs/how_it_works.md shows how. ``model.parameters()`` yields the *main weights*, which the
-    optimizer updates: DTensors of the full logical shape over this rank's shard. Their gradients
-    are on ``param.grad`` after backward, when hooks that were registered on them are called.
+    ``model.parameters()`` yields the *main weights*, which the optimizer updates: DTensors of the
+    full logical shape over this rank's shard. Their gradients are on ``param.grad`` after backward,
+    when hooks that were registered on them are called. ``megatron_fsdp`` has the published
+    functions, with keywords.
 
     Args:
         model: any initialised module. Ranks take the weights and buffers of the first data rank.

@@ -27,7 +27,7 @@ from megatron.fsdp.module.model_state import (
     show_main_weights,
 )
 from megatron.fsdp.module.own_names import own_name
-from megatron.fsdp.module.sharded_module import REFUSED_COPY, ShardedModule
+from megatron.fsdp.module.sharded_module import REFUSED_MODEL_COPY, ShardedModule
 from megatron.fsdp.module.shown_parameters import WatchedParameters
 from megatron.fsdp.module.wrapped_module import refuse_ddp
 
@@ -83,7 +83,7 @@ class Context:
         """Gather the weights with which the root that follows begins."""
         following = self.roots[self.roots.index(root) + 1 :]
         if following and not in_backward():
-            following[0]._schedule.prefetcher.start_next_forward()
+            following[0]._schedule.prefetcher.prefetch_next_forward()
 
 
 class InPlaceModel(ShardedModule):
@@ -175,7 +175,7 @@ class InPlaceModel(ShardedModule):
         for unit in self._units:
             unit.name = f"{path}.{unit.name}".removesuffix(".")
             unit.shown_name = unit.name
-            unit.is_automatic = True  # the larger model adds no casts
+            unit.casts_inputs = False  # the hooks of this model's settings stay
             for group in unit.groups:
                 group.rename([f"{path}.{name}" for name in group.names], unit.name)
         for sharded_param in self._sharded_params.values():
@@ -185,7 +185,7 @@ class InPlaceModel(ShardedModule):
         """Sum the norm of an expert's gradient over the data ranks that have other experts."""
         dense = self._mesh.dense
         group = sharded_param.group
-        num_ranks = group.communicator.inner_size * group.communicator.outer_size
+        num_ranks = group.communicator.num_ranks
         if num_ranks >= dense.num_data_ranks:
             return
         copies = num_ranks // group.partition.num_owned
@@ -321,10 +321,10 @@ class FSDPModule(nn.Module):
             super().zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise NotImplementedError(REFUSED_COPY)
+        raise NotImplementedError(REFUSED_MODEL_COPY)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise NotImplementedError(REFUSED_COPY)
+        raise NotImplementedError(REFUSED_MODEL_COPY)
 
 
 @cache

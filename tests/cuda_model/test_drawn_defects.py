@@ -158,7 +158,7 @@ def test_a_changed_function_is_changed_for_those_who_have_it_and_restored() -> N
             *("NcclMemory.allocate", "self._pools.append(pool)", "removed"),
             *("registered level3", REGISTERED),
         ),
-        ("Schedule.begin_forward", "self.unshard_kept()", "removed", "level1", OVERLAP),
+        ("Schedule.begin_forward", "self.unshard_stale()", "removed", "level1", OVERLAP),
     ],
     ids=["removed", "on_another_stream", "held", "leak", "not_registered", "late"],
 )

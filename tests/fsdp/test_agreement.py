@@ -33,7 +33,7 @@ def test_ranks_that_freeze_different_parameters_get_an_error_that_names_one(num_
         messages.append(str(error.value))
     assert len(messages) == len(LEVELS), messages
     for message in messages:
-        assert "must freeze and thaw the same parameters" in message, message
+        assert "must freeze and unfreeze the same parameters" in message, message
         assert "blocks.0.norm.weight is frozen on rank" in message, message
 
 

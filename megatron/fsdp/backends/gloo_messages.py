@@ -45,10 +45,10 @@ class GlooMessages(Transport):
             group: the process group.
             async_op: return the work instead of waiting for it.
         """
-        # At levels 1 and 2 the shard that a rank sends is a slice of the buffer that it receives.
-        # gloo's own all-gather writes its unchanged values to that slice at any time before the
-        # end, which would undo a concurrent write. Messages do not, and neither does NCCL. And
-        # gloo's own would end the process where another rank gathers a buffer of another size.
+        # If the shard is a slice of the buffer (see `Transport`), gloo's own all-gather writes its
+        # unchanged values there at any time before the end, which would undo a concurrent write.
+        # Messages do not, and neither does NCCL. And gloo's own would end the process where another
+        # rank gathers a buffer of another size.
         if not self._uses_gloo(fulls[0], group):
             return super().all_gather(fulls, shards, group, async_op)
         rank = group.rank()

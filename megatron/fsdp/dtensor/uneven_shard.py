@@ -16,7 +16,9 @@ from megatron.fsdp.engine.collectives import all_gather_uneven
 
 
 class UnevenShard(Shard):
-    """``Shard(0)``, to which it is equal, of which ranks have rows or flat ranges of any size.
+    """A placement that compares equal to ``Shard(0)`` and allows shards of any size.
+
+    They are cut by rows or anywhere.
 
     A DTensor that torch makes with it of local tensors has this part of the whole tensor, and what
     torch has divided evenly is gathered rightly too.

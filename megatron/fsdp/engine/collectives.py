@@ -34,7 +34,7 @@ class Gather(NamedTuple):
     Args:
         full: ``[inner_size * n]``, which is filled with the shards of all inner ranks.
         shard: ``[n]``, this rank's shard; may be a slice of ``full``.
-        filled: the copy of main weights from the host into this rank's part, if there is one.
+        filled: the cast or host copy that fills this rank's shard, for which the all-gather waits.
         owned: ``[n / outer_size]``, this rank's owned shard. If given, ``shard`` is first filled
             with the owned shards of the outer ranks.
     """
@@ -48,8 +48,9 @@ class Gather(NamedTuple):
 class Transport:
     """The collectives that move shards; the default is the process group's own."""
 
-    # At levels 1 and 2 the shard that a rank sends is a slice of the buffer that it receives. A
-    # transport must not write that slice, because others may.
+    # The shard may be a slice of the full tensor: at levels 1 and 2, and at level 3 where each
+    # all-gather casts. At levels 1 and 2 other code may write to that slice meanwhile, so a
+    # transport must not.
 
     def all_gather(
         self,
@@ -144,9 +145,14 @@ class Communicator:
             self.outer_rank = dist.get_rank(self.outer)
             groups.append(self.outer)
         self.is_hybrid = self.outer_size > 1
-        self.has_collectives = self.inner_size * self.outer_size > 1
+        self.has_collectives = self.num_ranks > 1
         self.gather_groups = (self.all_gather_group, self.outer)  # groups that gather weights
         self.streams.serve(groups)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of both axes."""
+        return self.inner_size * self.outer_size
 
     def partition(self, shards_inner: bool, shards_outer: bool) -> Partition:
         """Return the shards of a buffer that one or both axes divide, and this rank's."""
@@ -295,7 +301,7 @@ class Communicator:
         if self._operation(operand) == dist.ReduceOp.AVG:
             # Example: 8 data ranks; experts have 2 inner and 2 outer ranks. The two collectives
             # divide by 4, which leaves a divisor of 2.
-            divisor = self.divisor / (self.inner_size * self.outer_size)
+            divisor = self.divisor / self.num_ranks
         divides_first = operand.dtype == torch.float16 and divisor > 1
         if divides_first:
             operand.div_(divisor)

@@ -163,7 +163,7 @@ class CudaStreams:
             stream.synchronize()
 
 
-def held(tensor: torch.Tensor) -> torch.Tensor:
+def record_on_current_stream(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, whose memory is reused only after the current stream has used it."""
     if tensor.is_cuda:  # another stream may have allocated it
         tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -68,19 +68,19 @@ class UnitHooks:
 
     Args:
         schedule: the schedule, which has the units.
-        gradients: notified when a backward pass begins and ends.
-        callbacks: notified before calls and after uses of units.
+        pass_callbacks: notified when a backward pass begins and ends.
+        unit_callbacks: notified before calls and after uses of units.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        gradients: PassCallbacks,
-        callbacks: UnitCallbacks,
+        pass_callbacks: PassCallbacks,
+        unit_callbacks: UnitCallbacks,
     ):
         self._schedule = schedule
-        self._gradients = gradients
-        self.callbacks = callbacks
+        self._pass_callbacks = pass_callbacks
+        self.unit_callbacks = unit_callbacks
         self._root = schedule.units[0]
         self.unit_of: dict[nn.Parameter, Unit] = {}  # unit of each compute parameter
         self.calls: list[UnitCall] = []  # forwards and other methods under way, innermost last
@@ -142,7 +142,7 @@ class UnitHooks:
         is_root = module is self._root.module
         observe.begin_forward(call, unit.shown_name, is_root)
         if len(self.calls) == 1:
-            self.callbacks.before_call()
+            self.unit_callbacks.before_call()
         if is_root:
             self._schedule.begin_forward()
         self._schedule.begin_use(call)
@@ -223,7 +223,7 @@ class UnitHooks:
         # Weights that it reads by name are gathered when it reads them, and for its backward.
         if self.calls or in_backward():
             return method(*args, **kwargs)
-        self.callbacks.before_call()
+        self.unit_callbacks.before_call()
         call = UnitCall(self._outside, None, [])
         self.calls.append(call)
         try:
@@ -250,7 +250,7 @@ class UnitHooks:
     def end_use(self, call: UnitCall, units: Sequence[Unit]) -> None:
         """Note that ``call`` no longer needs ``units``."""
         for unit in units:
-            self.callbacks.after_use(unit)
+            self.unit_callbacks.after_use(unit)
             self._schedule.end_use(unit, call)
 
     # ---- backward
@@ -314,7 +314,7 @@ class UnitHooks:
 
     @outside_transforms
     def _begin_pass(self) -> None:
-        self._gradients.begin_backward_pass()  # which may refuse the pass, before there is one
+        self._pass_callbacks.begin_backward_pass()  # which may refuse the pass, before there is one
         self._schedule.begin_backward_pass()
         self._awaiting.clear()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
@@ -322,13 +322,13 @@ class UnitHooks:
     @outside_transforms
     def _end_pass(self) -> None:
         self._schedule.end_backward_pass()
-        self._gradients.end_backward_pass()
+        self._pass_callbacks.end_backward_pass()
 
     def _pre_backward(self, call: UnitCall, gradients: Any) -> None:
         self._enter_backward()
         if call.unit is self._outside:
             self._schedule.begin_use(call)
-        elif call.state is CallState.FORWARD:
+        elif call.state is CallState.IDLE:
             call.check_addresses()
             call.unit.begin_backward(call)
             if call.num_pending_inputs > 0:
@@ -385,7 +385,7 @@ class UnitHooks:
         for hook in call.input_hooks:
             hook.remove()
         self._awaiting.pop(call, None)
-        if call.state is CallState.FORWARD:
+        if call.state is CallState.IDLE:
             return
         if not call.has_leaf_inputs:
             self.end_use(call, call.borrowed)

@@ -203,7 +203,7 @@ class Mesh:
             inner = axis_names(self.device_mesh)[0]
         if submesh(self.expert_mesh, [inner]) is None:
             problems.append(
-                f"Mesh.expert_mesh needs the shard axis {inner!r} too, but has"
+                f"Mesh.expert_mesh needs the inner axis {inner!r} too, but has"
                 f" {self.expert_mesh.mesh_dim_names}"
             )
         dense_type = self.device_mesh.device_type
@@ -253,10 +253,10 @@ class Mesh:
                 ranks = dist.get_process_group_ranks(group)
             if name == gather_group:
                 is_right = ranks == dist.get_process_group_ranks(axes["inner"].get_group())
-                expected = f"shard axis, {inner}"
+                expected = f"inner axis, {inner}"
             else:
                 is_right = len(ranks) == size and data_ranks <= set(ranks)
-                expected = f"outer and the shard axis, {size} with {sorted(data_ranks)}"
+                expected = f"outer and the inner axis, {size} with {sorted(data_ranks)}"
             if not is_right:
                 problems.append(
                     f"Mesh.{name} expects a ProcessGroup of the ranks of the {expected}, but got"

@@ -13,7 +13,7 @@ from torch import nn
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import FlatBuffer, ShardMemory, Storage, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
-from megatron.fsdp.engine.device import Pending, all_of, held
+from megatron.fsdp.engine.device import Pending, all_of, record_on_current_stream
 from megatron.fsdp.engine.gradients import GroupGradients, GroupNames
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, Layout, plan
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
@@ -151,7 +151,8 @@ class ParamGroup(StateOwner[WeightState]):
             self.state = WeightState.SHARDED
         elif self.compute.padding:
             torch._foreach_zero_(self.compute.padding)  # for sums over the flat tensor
-        self._kept: torch.Tensor | None = None  # the compute shard to gather while HELD, if cast
+        # The compute shard to gather while HELD, if each all-gather casts.
+        self._held_shard: torch.Tensor | None = None
         self._all_gather: Pending | None = None
         self.guard = WeightGuard(self.parameters, self._names)
         self.gradients = self._make_gradients(gradient_storage)
@@ -234,7 +235,7 @@ class ParamGroup(StateOwner[WeightState]):
         """Move parameter ``index`` into the group, with the values of the first data rank."""
         # Ranks that began with different seeds would otherwise train different replicas.
         parameter = self.parameters[index]
-        values = held(self.form.values(parameter))
+        values = record_on_current_stream(self.form.values(parameter))
         values = values.contiguous()
         with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
@@ -308,8 +309,8 @@ class ParamGroup(StateOwner[WeightState]):
     @torch.no_grad()
     def _cast(self) -> Pending:
         """Begin to fill the owned shard from main weights, or from the copy that is kept."""
-        if self._kept is not None:
-            self._owned_shard.copy_(self._kept)
+        if self._held_shard is not None:
+            self._owned_shard.copy_(self._held_shard)
         elif not self.main_is_compute:
             return self._fill(self._owned_shard)
         return Pending()
@@ -371,9 +372,9 @@ class ParamGroup(StateOwner[WeightState]):
         # Where compute weights do not follow every change of main weights, they are the copy.
         if not self._casts_at_unshard and self.main_state is MainState.DUE:
             self._cast().wait()
-        if self._casts_at_unshard and self._kept is None:
-            self._kept = torch.empty_like(self._owned_shard)
-            self._fill(self._kept).wait()
+        if self._casts_at_unshard and self._held_shard is None:
+            self._held_shard = torch.empty_like(self._owned_shard)
+            self._fill(self._held_shard).wait()
         self._change_main_state(MainState.HELD)
 
     def note_edit(self) -> None:
@@ -385,7 +386,7 @@ class ParamGroup(StateOwner[WeightState]):
     @torch.no_grad()
     def mark_main_weights_changed(self) -> None:
         """Mark main weights as changed: the next use of the unit casts and gathers them."""
-        self._kept = None
+        self._held_shard = None
         self._make_due()
         if self.reshards_after_use and self.state is WeightState.STALE:
             unshard_groups([self])  # a call is using the unit: gather the new values now
@@ -407,8 +408,7 @@ class ParamGroup(StateOwner[WeightState]):
     @torch.no_grad()
     def broadcast(self) -> None:
         """Broadcast main weights from the first of the ranks that own the same shard."""
-        num_ranks = self.communicator.inner_size * self.communicator.outer_size
-        if self.layout.world_size == num_ranks:
+        if self.layout.world_size == self.communicator.num_ranks:
             return
         self.wait_for_readers()
         with observe.work(self.unit_name, "broadcast"):

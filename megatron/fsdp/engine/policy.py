@@ -12,7 +12,7 @@ import torch
 
 
 class ShardingStrategy(IntEnum):
-    """The ZeRO levels (arXiv:1910.02054): the state that is sharded over the shard axis."""
+    """The ZeRO levels (arXiv:1910.02054): the state that is sharded over the inner axis."""
 
     NO_SHARD = 0  # Nothing is sharded: gradients are all-reduced, all ranks update all parameters.
     OPTIM = 1  # Optimizer state and main weights are sharded.
@@ -78,7 +78,8 @@ class MixedPrecisionPolicy:
     Args:
         main_params_dtype: dtype of the weights that the optimizer updates. None: it updates the
             compute weights themselves.
-        main_grads_dtype: dtype in which gradients accumulate. None: the parameter's dtype.
+        main_grads_dtype: dtype in which gradients are summed over microbatches. None: the dtype of
+            the parameter.
         grad_comm_dtype: dtype in which gradients are reduced. None: ``main_grads_dtype``.
     """
 
@@ -125,7 +126,7 @@ class Precision:
     Args:
         compute: dtype of compute weights, and of the gradients that autograd computes.
         main_param: dtype of main weights.
-        main_grad: dtype in which gradients accumulate.
+        main_grad: dtype in which gradients are summed over microbatches.
         grad_comm: dtype in which gradients are reduced.
     """
 

@@ -21,7 +21,7 @@ from megatron.fsdp.engine.param_group import unshard_groups
 from megatron.fsdp.engine.policy import Overlap
 from megatron.fsdp.engine.states import GradientState
 from megatron.fsdp.engine.transforms import is_traced
-from megatron.fsdp.engine.unit import FORWARD, GRAPH, TRACE, Unit, UnitCall
+from megatron.fsdp.engine.unit import GRAPH, NO_PASS, TRACE, Unit, UnitCall
 
 
 class Microbatches:
@@ -31,9 +31,9 @@ class Microbatches:
         sync_each: every pass ends with final gradients on the parameters.
     """
 
-    # Gradients of a pass that does not synchronise accumulate: on this rank where a ZeRO level
-    # keeps whole gradients, otherwise in the gradient shards. The rest of their reduction precedes
-    # the optimizer's step.
+    # Gradients of a pass that does not synchronise stay local at levels 0 and 1. At levels 2 and 3
+    # they are reduced over the inner axis and summed in the gradient shards, with an outer axis in
+    # the inner sums. The rest of their reduction precedes the optimizer's step.
 
     def __init__(self, sync_each: bool):
         self.sync_each = sync_each
@@ -89,7 +89,7 @@ class Schedule:
         self.is_in_backward = False
         # True while autograd records the backward pass itself (create_graph=True). The recorded
         # graph needs the weights later.
-        self._keeps_graph = False
+        self._records_backward = False
 
     # ---- weights
 
@@ -100,13 +100,13 @@ class Schedule:
         if self.is_in_backward:
             self._abandon_backward()
         self.prefetcher.start_recording()
-        self.unshard_kept()
+        self.unshard_stale()
 
-    def unshard_kept(self) -> None:
+    def unshard_stale(self) -> None:
         """Start the all-gathers of all stale weights whose storage is allocated anyway."""
         for unit in self.units:
-            kept = [group for group in unit.groups if not group.strategy.shards_parameters]
-            unshard_groups(kept)
+            allocated = [group for group in unit.groups if not group.strategy.shards_parameters]
+            unshard_groups(allocated)
             if not self.prefetcher.is_enabled:
                 unit.wait_for_unshard()
 
@@ -139,9 +139,10 @@ class Schedule:
         if unit.users:
             return
         if is_traced():
-            unit.users[TRACE] = FORWARD
-        elif self._keeps_graph:
+            unit.users[TRACE] = NO_PASS
+        elif self._records_backward:
             # The unit stays unsharded until the end of the next backward pass that is not recorded.
+            # So this is a number of a pass, never NO_PASS, and `reset_backward` drops it.
             unit.users[GRAPH] = max(current_pass(), 0)
         elif not self.prefetcher.keep(unit):
             unit.reshard()
@@ -151,7 +152,7 @@ class Schedule:
     def begin_backward_pass(self) -> None:
         """Note that a backward pass has reached the model."""
         self.is_in_backward = True
-        self._keeps_graph = torch.is_grad_enabled()
+        self._records_backward = torch.is_grad_enabled()
 
     def grad_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
         """Note that autograd has accumulated the gradient of a compute parameter of ``unit``."""
@@ -184,7 +185,8 @@ class Schedule:
 
     def _reduce(self, unit: Unit) -> None:
         """Accumulate the gradients of a unit, and reduce them if it is time."""
-        # This frees the previous unit's flat gradient buffers: one unit has some at a time.
+        # At levels 2 and 3 this frees the previous unit's flat gradient buffers. So one unit has
+        # some at a time there, unless layers write those of the next one themselves.
         self._advance_reductions()
         is_complete = self.microbatches.are_synchronised
         due = []
@@ -245,14 +247,14 @@ class Schedule:
                 self._reshard(unit)
             for group in unit.trainable_groups:
                 group.gradients.forget_written()
-        self._keeps_graph = False
+        self._records_backward = False
         self.prefetcher.reshard_prefetched()
 
     @torch.no_grad()
     def _abandon_backward(self) -> None:
         """Clean up after a backward pass that ended in an exception, and drop all gradients."""
         self.is_in_backward = False
-        self._keeps_graph = False
+        self._records_backward = False
         # Collectives under way still read and write the buffers that are dropped below.
         self.wait_for_reductions()
         for unit in self.units:
@@ -271,15 +273,16 @@ class UseOrder:
     Args:
         forward: the units in this order.
         backward: the reverse order, but for the root: it comes first, and is in use until the end.
-        kept: the units that stay unsharded at the end of the forward, as backward begins with them.
-        num_before: number of uses that come before those of ``kept``.
+        first_in_backward: the units with which backward begins: they stay unsharded when their
+            last call of the forward ends.
+        num_uses_before_end: number of uses after which units of ``first_in_backward`` stay.
         num_updates: number of updates of the main weights that came before the forward.
     """
 
     forward: list[Unit] = field(default_factory=list)
     backward: list[Unit] = field(default_factory=list)
-    kept: list[Unit] = field(default_factory=list)
-    num_before: int = 0
+    first_in_backward: list[Unit] = field(default_factory=list)
+    num_uses_before_end: int = 0
     num_updates: int = 0
 
 
@@ -314,8 +317,10 @@ class Prefetcher:
         self._current = units[0]  # unit that was used last
         self._position = -1  # position of that use in the order that is followed
         self._upcoming: list[Unit] = []  # window of units after that use
-        self._in_use: dict[Unit, None] = {}  # units that calls use, and some that were used
-        self._prefetched: set[Unit] = set()  # unsharded units that no call uses yet
+        self._in_use: dict[Unit, None] = {}  # units that calls use, and some that have finished
+        # Unsharded units that no call uses: prefetched ones, and those that stay unsharded for a
+        # later call of the forward or for the backward.
+        self._prefetched: set[Unit] = set()
         self._gathered_for_next_forward: set[Unit] = set()  # prefetched units before it has begun
         self._num_updates = 0  # updates of the main weights since the last forward began
 
@@ -334,10 +339,10 @@ class Prefetcher:
 
     def stop_recording(self) -> None:
         """Keep the recorded order, and reshard units that were prefetched but not used."""
-        kept: list[Unit] = []
+        stay: list[Unit] = []
         if torch.is_grad_enabled():
-            kept = self._order.kept
-        self.reshard_if_unused(self._prefetched.difference(kept))
+            stay = self._order.first_in_backward
+        self.reshard_if_unused(self._prefetched.difference(stay))
         order = self._recorded
         # Backward begins with the units that were used last. They stay unsharded, as many as may be
         # prefetched, which saves their second all-gather.
@@ -350,8 +355,8 @@ class Prefetcher:
         self._order = UseOrder(
             forward=list(order),
             backward=order[:1] + order[:0:-1],
-            kept=order[:1] + last,
-            num_before=len(order) - max(1, len(last)),
+            first_in_backward=order[:1] + last,
+            num_uses_before_end=len(order) - max(1, len(last)),
             num_updates=self._order.num_updates,
         )
         self._position = -1
@@ -381,6 +386,8 @@ class Prefetcher:
         """Unshard the units in the window, and reshard prefetched ones that have left it."""
         if not (self.is_enabled and self._are_resharded):
             return
+        if in_backward():
+            self._forget_finished_units()
         self._upcoming = self._window()
         if self._prefetched:
             wanted = [*self._upcoming, *self._kept_for_backward()]
@@ -397,6 +404,11 @@ class Prefetcher:
             unit.unshard()
             self._prefetched.add(unit)
 
+    def _forget_finished_units(self) -> None:
+        for unit in list(self._in_use):
+            if not unit.users:
+                del self._in_use[unit]
+
     def _window(self) -> list[Unit]:
         """Return the units that follow the current one, with their units of shared parameters."""
         ahead: list[Unit] = []
@@ -404,10 +416,8 @@ class Prefetcher:
         if in_backward():
             order = self._order.backward
             # When a unit's backward begins, the unit above it is still unsharded: count it too.
-            for unit in list(self._in_use):
-                if not unit.users:
-                    del self._in_use[unit]
-                elif unit is not self._current and unit is not self._units[0]:
+            for unit in self._in_use:
+                if unit is not self._current and unit is not self._units[0]:
                     ahead.append(unit)
         window: list[Unit] = []
         for unit in order[self._position + 1 :]:
@@ -433,7 +443,7 @@ class Prefetcher:
         self._num_updates += 1
         self.reshard_prefetched()
 
-    def start_next_forward(self) -> None:
+    def prefetch_next_forward(self) -> None:
         """Unshard the units with which the last forward began, after an optimizer's step."""
         root = self._units[0]
         # Where several optimizers step parts of the model, the step of the last one begins this.
@@ -462,9 +472,10 @@ class Prefetcher:
 
     def _kept_for_backward(self) -> list[Unit]:
         """Return the units that stay unsharded from now on: the last ones of a forward."""
-        is_end_of_forward = len(self._recorded) > self._order.num_before and not in_backward()
+        num_uses = len(self._recorded)
+        is_end_of_forward = num_uses > self._order.num_uses_before_end and not in_backward()
         if is_end_of_forward and torch.is_grad_enabled():
-            return self._order.kept
+            return self._order.first_in_backward
         return []
 
     def before_use(self, unit: Unit) -> None:

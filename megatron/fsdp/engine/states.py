@@ -86,7 +86,9 @@ class ShownState(EngineState):
     NONE = "HIDDEN", "FINAL"
     """Nothing: no backward pass has ended since all gradients were dropped."""
     HIDDEN = "SHOWN", "FINAL", "NONE"
-    """Nothing, or what was there before the backward pass under way; there are gradients."""
+    """A backward pass has begun since the last `attach`; the parameters still show what they showed
+    before it, or nothing.
+    """
     SHOWN = "FINAL", "HIDDEN", "NONE"
     """Reduced gradients; others may wait for their reduction."""
     FINAL = "SHOWN", "HIDDEN", "NONE"
@@ -112,11 +114,11 @@ class BackwardState(EngineState):
 class CallState(EngineState):
     """The progress of one call of a unit in its backward."""
 
-    FORWARD = "AWAITING_INPUTS", "AWAITING_PARAMETERS"
-    """Its forward is under way or over; its backward has not begun, or is over."""
-    AWAITING_INPUTS = "AWAITING_PARAMETERS", "FORWARD"
+    IDLE = "AWAITING_INPUTS", "AWAITING_PARAMETERS"
+    """No backward of this call is under way."""
+    AWAITING_INPUTS = "AWAITING_PARAMETERS", "IDLE"
     """Its backward has begun; gradients of inputs, or the backward of an earlier call, end it."""
-    AWAITING_PARAMETERS = "FORWARD"
+    AWAITING_PARAMETERS = "IDLE"
     """Gradients of inputs are complete; those of parameters, or the end of the pass, end it."""
 
 

@@ -16,8 +16,8 @@ from megatron.fsdp.engine.device import current_pass
 from megatron.fsdp.engine.param_group import ParamGroup, unshard_groups
 from megatron.fsdp.engine.states import BackwardState, CallState, StateOwner, WeightState
 
-# Number that stands for the forward; no backward pass has it.
-FORWARD = -1
+# The number that `current_pass` returns outside of backward passes.
+NO_PASS = -1
 
 # User of a unit's weights: the graph that autograd records of a backward (create_graph=True).
 GRAPH = "graph"
@@ -51,7 +51,7 @@ class UnitCall(StateOwner[CallState]):
         self.unit = unit
         self.module = module
         self.borrowed = borrowed
-        self.state = CallState.FORWARD
+        self.state = CallState.IDLE
         # Positions of the begin and the end of the forward among those of all calls.
         self.began = self.ended = next(_clock)
         # Inputs that require gradients, with their versions, by id; empty after the forward.
@@ -130,11 +130,12 @@ class Unit(StateOwner[BackwardState]):
         # The modules whose calls use the unit: its own, and small ones inside that were merged.
         self.modules = [] if module is None else [module]
         self.is_automatic = is_automatic
+        self.casts_inputs = not is_automatic  # if the precision policy casts at all
         self.groups: list[ParamGroup] = []
         self.shared: list[Unit] = []  # units of parameters that this one shares with others
         self.state = BackwardState.IDLE
         # Calls that use the weights, each with the number of the backward pass in which it began to
-        # use them, or FORWARD.
+        # use them, or NO_PASS.
         self.users: dict[Hashable, int] = {}
         # Trainable groups with parameters that are not frozen now.
         self.trained_groups: list[ParamGroup] = []
@@ -218,7 +219,7 @@ class Unit(StateOwner[BackwardState]):
         if call.has_leaf_inputs and self._num_trained:
             call.change_state(CallState.AWAITING_PARAMETERS)
         else:
-            call.change_state(CallState.FORWARD)
+            call.change_state(CallState.IDLE)
             self.calls_in_backward.remove(call)
 
     def add_grad(self, parameter: nn.Parameter) -> None:
@@ -239,8 +240,8 @@ class Unit(StateOwner[BackwardState]):
     @property
     def has_all_grads(self) -> bool:
         """True if every parameter that is trained has its gradient; never after recomputation."""
-        # Never where all are frozen: only gradients of inputs show that the backward is over. Nor
-        # while another unit's backward uses frozen parameters of this one.
+        # False if all parameters are frozen (only input gradients show the end), and while another
+        # unit's call uses frozen parameters of this unit.
         if self._num_trained == 0 or len(self.arrived) != self._num_trained:
             return False
         is_lent = self._has_frozen and any(_borrows(user, self) for user in self.users)
@@ -256,7 +257,7 @@ class Unit(StateOwner[BackwardState]):
         """True if the backward pass under way has reached the unit and has not finished it."""
         if self.state is not BackwardState.IDLE:
             return True
-        return any(since != FORWARD for since in self.users.values())
+        return any(since != NO_PASS for since in self.users.values())
 
     def reset_backward(self, is_over: bool = True) -> None:
         """Return to IDLE and drop the users that began in a backward pass.
@@ -268,11 +269,11 @@ class Unit(StateOwner[BackwardState]):
         keeps_borrowers = not (is_over or self.has_all_grads)
         self.arrived.clear()
         for call in self.calls_in_backward:
-            call.change_state(CallState.FORWARD)
+            call.change_state(CallState.IDLE)
         self.calls_in_backward.clear()
         # A forward that contains a backward continues to use the unit.
         for user, since in list(self.users.items()):
-            if since != FORWARD and not (keeps_borrowers and _borrows(user, self)):
+            if since != NO_PASS and not (keeps_borrowers and _borrows(user, self)):
                 del self.users[user]
         self.change_state(BackwardState.IDLE)
 

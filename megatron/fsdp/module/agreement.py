@@ -155,7 +155,7 @@ def names_on_all_ranks(
 
 
 class FreezingAgreement:
-    """Checks that ranks which freeze or thaw parameters do so alike.
+    """Checks that ranks which freeze or unfreeze parameters do so alike.
 
     Args:
         trainability: the parameters of the model, and which of them are frozen.
@@ -205,7 +205,7 @@ class FreezingAgreement:
         different = self._exchange("".join(digits))
         if different:
             raise RuntimeError(
-                "all ranks must freeze and thaw the same parameters, before the same backward:"
+                "all ranks must freeze and unfreeze the same parameters, before the same backward:"
                 f" {different}"
             )
         self._agreed.add(hash(flags))

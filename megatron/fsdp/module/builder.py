@@ -29,7 +29,7 @@ from megatron.fsdp.dtensor.sharded_param import (
     link,
 )
 from megatron.fsdp.engine.buffer import Storage
-from megatron.fsdp.engine.collectives import Communicator, agree
+from megatron.fsdp.engine.collectives import Communicator, Transport, agree
 from megatron.fsdp.engine.device import Streams, streams_for
 from megatron.fsdp.engine.mesh import Axes, NormGroup
 from megatron.fsdp.engine.param_group import ParamGroup
@@ -224,6 +224,9 @@ class Sharder:
         self._settings = settings
         self._slots = slots
         self._streams = streams
+        self._transport = Transport()
+        if settings.device.type == "cpu":
+            self._transport = GlooMessages()
         self._memory_choice = ShardMemoryChoice(settings.device, settings.offload, numel)
         self._has_expert_mesh = settings.checked_mesh.expert is not None
         dense = self._communicator(ParameterKind.DENSE)
@@ -377,7 +380,7 @@ class Sharder:
             divisor=divisor,
             average_in_collective=gradients.average_in_collective,
             streams=self._streams,
-            transport=GlooMessages(),
+            transport=self._transport,
         )
 
     def _parameter_mesh(self, kind: ParameterKind) -> ParameterMesh:

@@ -219,7 +219,7 @@ class GradientSync(StateOwner[ShownState]):
         for observer in observe.observers:
             observer.begin_pass(observe.BACKWARD)
         self._trainability.sync_requires_grad()
-        self._trainability.refuse_thawed()
+        self._trainability.refuse_unfrozen()
         self._agreement.check()
         self._grads_before_pass.clear()  # those of a pass that has failed
         if self.state not in (ShownState.SHOWN, ShownState.FINAL):

@@ -62,7 +62,7 @@ from megatron.fsdp.trace import failed_collectives
 
 OWNER = "_fsdp_model"  # attribute of the parameters that an optimizer steps: their wrapper
 
-REFUSED_COPY = (
+REFUSED_MODEL_COPY = (
     "a sharded model cannot be copied or pickled: its hooks and communicators belong to this"
     " process. Copy or save its state_dict(), which works"
 )
@@ -339,10 +339,10 @@ class ShardedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Return another sharded model with the same weights, without gradients; a collective."""
         if not self._is_copyable or self._mesh.dense.tensor is not None:
-            raise NotImplementedError(REFUSED_COPY)
+            raise NotImplementedError(REFUSED_MODEL_COPY)
         for group in self.groups:
             if type(group.form) is not StoredForm:
-                raise NotImplementedError(REFUSED_COPY)
+                raise NotImplementedError(REFUSED_MODEL_COPY)
         self._trainability.sync_requires_grad()
         module, settings = copied_module(
             self.module,
@@ -360,7 +360,7 @@ class ShardedModule(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise NotImplementedError(REFUSED_COPY)
+        raise NotImplementedError(REFUSED_MODEL_COPY)
 
     # ---- microbatches
 
@@ -436,7 +436,7 @@ class ShardedModule(nn.Module):
 
     def install_optimized_model_weights(
         self,
-        only_shared: bool = False,
+        except_cast: bool = False,
         only_trainable: bool = False,
     ) -> None:
         """Make the next forward cast and gather the main weights as they are when it begins.
@@ -445,7 +445,7 @@ class ShardedModule(nn.Module):
         edits them after a forward, in a way that torch does not see, calls this.
 
         Args:
-            only_shared: leave out weights that are cast: their all-gathers send older values.
+            except_cast: leave out weights that are cast: their all-gathers send older values.
             only_trainable: leave out frozen weights.
         """
         for observer in observe.observers:
@@ -458,7 +458,7 @@ class ShardedModule(nn.Module):
                 continue
             # Offloaded weights of one dtype are installed as those that share storage are.
             is_shared = group.precision.main_param == group.compute.flat.dtype
-            if is_shared or not only_shared:
+            if is_shared or not except_cast:
                 group.mark_main_weights_changed()
 
     def start_param_sync(
@@ -477,13 +477,13 @@ class ShardedModule(nn.Module):
             force_sync: wait for the all-gathers.
             force_dispatch: gather all units at level 3 too.
         """
-        self._schedule.unshard_kept()
+        self._schedule.unshard_stale()
         if force_dispatch:
             for unit in self._units:
                 if not unit.blockers:  # otherwise it is gathered when its memory slot is free
                     unit.unshard()
         elif self.strategy.shards_parameters:
-            self._schedule.prefetcher.start_next_forward()
+            self._schedule.prefetcher.prefetch_next_forward()
         if force_sync or not self._settings.overlap.param_gather:
             self.synchronize_param_gather()
 

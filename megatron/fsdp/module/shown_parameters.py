@@ -22,7 +22,7 @@ from megatron.fsdp.module.trainability import Trainability
 # parameter by name does not unshard its unit; the call that receives it does.
 PASSED_ON = "_fsdp_passed_on"
 
-REFUSED_COPY = (
+REFUSED_MODULE_COPY = (
     "the module inside a sharded model cannot be copied or pickled by itself: its weights are in"
     " shards, and its hooks belong to the model. Use copy.deepcopy(model) of the wrapper, which"
     " returns a sharded copy, or save model.state_dict()"
@@ -179,12 +179,12 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
                 copies[name] = None
                 continue
             if id(parameter) not in memo:
-                raise NotImplementedError(REFUSED_COPY)  # the module is copied by itself
+                raise NotImplementedError(REFUSED_MODULE_COPY)  # the module is copied by itself
             copies[name] = memo[id(parameter)]
         return copies
 
     def __reduce__(self) -> NoReturn:
-        raise NotImplementedError(REFUSED_COPY)
+        raise NotImplementedError(REFUSED_MODULE_COPY)
 
 
 def watch_parameters(module: nn.Module, shown_parameters: ShownParameters) -> None:

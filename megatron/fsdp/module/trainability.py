@@ -66,15 +66,15 @@ class Trainability:
         if first != second:
             self.sync_requires_grad()
 
-    def refuse_thawed(self) -> None:
+    def refuse_unfrozen(self) -> None:
         """Refuse a backward for parameters that were frozen when the model was sharded."""
-        thawed = []
+        unfrozen = []
         for parameter in self._frozen:
             if parameter.requires_grad:
-                thawed.append(self.name_of[parameter])
-        if thawed:
+                unfrozen.append(self.name_of[parameter])
+        if unfrozen:
             raise RuntimeError(
-                f"{', '.join(thawed[:5])}: frozen when the model was sharded, so there are no"
+                f"{', '.join(unfrozen[:5])}: frozen when the model was sharded, so there are no"
                 " gradients; shard the model with every parameter trainable that is to be trained,"
                 " and freeze afterwards"
             )

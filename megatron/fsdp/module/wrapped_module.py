@@ -154,7 +154,7 @@ def cast_at_units(units: Iterable[Unit], precision: MixedPrecisionPolicy) -> set
     output_dtype = precision.output_dtype
     modules = []
     for unit in units:
-        if unit.module is not None and not unit.is_automatic:
+        if unit.module is not None and unit.casts_inputs:
             modules.append(unit.module)
     handles = set()
     if precision.cast_forward_inputs and input_dtype is not None:

@@ -2,8 +2,8 @@
 """The update of torch's optimizers on flat segments, or parameter by parameter."""
 
 # Parameters are updated one by one, as DTensors, if the user has replaced their gradient or state,
-# or if the first step must create their state. So are those of a segment some of which have no
-# gradient; before the next step they are divided into other segments. See [Note: flat segments].
+# or if the first step must create their state. The same holds for a segment in which some
+# parameters have no gradient; it is split before the next step. See [Note: flat segments].
 
 from __future__ import annotations
 

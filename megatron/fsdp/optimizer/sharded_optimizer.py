@@ -108,7 +108,7 @@ class ShardedOptimizer(Optimizer):
             loss = super().step(*arguments)
         for model in self._fsdp_models:
             model.install_optimized_model_weights(
-                only_shared=not install_optimized_model_weights,
+                except_cast=not install_optimized_model_weights,
                 only_trainable=True,
             )
         return loss
@@ -411,7 +411,7 @@ def swap_parameters(optimizer: Optimizer, model: ShardedModule) -> None:
     known: set[Any] = {*sharded_params, *model._ignored}
     for sharded_param in sharded_params.values():
         known.add(sharded_param.parameter)
-    _refuse_strangers(optimizer, known)
+    _refuse_foreign_parameters(optimizer, known)
     for group in optimizer.param_groups:
         # In place: optimizers such as LBFGS have references to the list.
         parameters = group["params"]
@@ -481,7 +481,7 @@ def check_optimizer(
     kind = type(optimizer)
     if isinstance(module, nn.Module):  # otherwise the check of the module reports it
         parameters = set(module.parameters())
-        problems.check(_refuse_strangers, optimizer, parameters)
+        problems.check(_refuse_foreign_parameters, optimizer, parameters)
         names = names_on_all_ranks(optimizer, module, settings)
         compared = compared_settings(optimizer, names, which)
         problems.compare(compared, lambda: data_groups(settings.checked_mesh))
@@ -528,10 +528,10 @@ def _refuse_unsharded(parameters: list[nn.Parameter]) -> None:
         )
 
 
-def _refuse_strangers(optimizer: Optimizer, known: set[Any]) -> None:
-    num_strangers = sum(parameter not in known for parameter in parameters_of(optimizer))
-    if num_strangers:
-        raise ValueError(f"{num_strangers} parameters of the optimizer are none of the module's")
+def _refuse_foreign_parameters(optimizer: Optimizer, known: set[Any]) -> None:
+    num_foreign = sum(parameter not in known for parameter in parameters_of(optimizer))
+    if num_foreign:
+        raise ValueError(f"{num_foreign} parameters of the optimizer are none of the module's")
 
 
 # ---- parts of optimizers
@@ -560,8 +560,7 @@ def _is_everywhere(parameter: nn.Parameter) -> bool:
     if not is_linked(parameter):
         return False
     communicator = sharded_param_of(parameter).group.communicator
-    own_ranks = communicator.inner_size * communicator.outer_size
-    return own_ranks >= owner_of(parameter)._mesh.dense.num_data_ranks
+    return communicator.num_ranks >= owner_of(parameter)._mesh.dense.num_data_ranks
 
 
 def _keep_scheduler(optimizer: Optimizer) -> None:

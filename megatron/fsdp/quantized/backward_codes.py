@@ -77,9 +77,9 @@ class TwoSidedGroup(ParamGroup):
         return wanted - self._gathered
 
     def needs_unshard(self) -> bool:
-        """Return True if a side is missing."""
+        """Finish the other side's all-gather if a side is missing; return True if one is needed."""
         if self._missing:
-            self.wait_for_unshard()  # for the other side, which was prefetched
+            self.wait_for_unshard()
             if self.state is WeightState.UNSHARDED:
                 self.change_state(WeightState.STALE)
         return super().needs_unshard()

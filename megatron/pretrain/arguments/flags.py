@@ -21,7 +21,7 @@ class Mark:
     meaning: str
 
 
-COMMON = Mark("--help shows it")
+IN_SHORT_HELP = Mark("--help shows it; --help-all shows all flags")
 REQUIRED = Mark("every command line must give it")
 DERIVED = Mark("no flag: the program derives the field, or a flag of another name has its value")
 EMPTY_IS_NONE = Mark("an empty text stands for none, as in Megatron-LM")
@@ -228,8 +228,9 @@ def text(
     """Return a flag of the program itself that takes a text.
 
     Args:
-        names: spellings, separated by blanks. The first gives the destination, unless `dest` does:
-            that of an "off" is what `no` and `disable` in it switch off.
+        names: spellings, separated by blanks. The destination is the first one as an identifier,
+            unless `dest` is given. That of an "off" flag is the positive name: --no-x sets `x` to
+            False, --disable-x sets `enable_x`.
         *parts: a sentence for --help, without the default, and rules.
         **settings: other fields of `Flag`.
     """

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from megatron.pretrain.arguments.config_flags import known_flags
-from megatron.pretrain.arguments.flags import COMMON, Flag, Implied, Needs
+from megatron.pretrain.arguments.flags import IN_SHORT_HELP, Flag, Implied, Needs
 from megatron.pretrain.arguments.values import as_written
 
 WIDTH = 100
@@ -16,7 +16,7 @@ START_OF_HELP = 46
 HEAD = """usage: torchrun --nproc_per_node RANKS pretrain_gpt.py FLAGS
 
 Train a GPT model with Megatron-Core."""
-END_OF_COMMON = """
+END_OF_SHORT_HELP = """
 --help-all lists all flags. --dry-run checks a command line and prints what follows from it."""
 
 
@@ -25,16 +25,16 @@ def help_text(groups: Mapping[str, Sequence[Flag]], is_all: bool) -> str:
 
     Args:
         groups: flags by the title of their group.
-        is_all: show all flags instead of those that are marked as `COMMON`.
+        is_all: show all flags instead of those that are marked as `IN_SHORT_HELP`.
     """
     lines = [HEAD]
     for title, flags in groups.items():
-        shown = [flag for flag in flags if is_all or COMMON in flag.rules]
+        shown = [flag for flag in flags if is_all or IN_SHORT_HELP in flag.rules]
         if shown:
             lines += ["", f"{title}:"]
             lines += [lines_of(flag) for flag in shown]
     if not is_all:
-        lines.append(END_OF_COMMON)
+        lines.append(END_OF_SHORT_HELP)
     return "\n".join(lines)
 
 

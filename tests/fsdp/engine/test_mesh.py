@@ -70,13 +70,13 @@ WRONG_CALLS: dict[str, WrongCall] = {
         hybrid_fsdp_group=lambda mesh: mesh.get_group("dp"),
     ),
     "hybrid group of wrong size": on_mesh(
-        "hybrid_fsdp_group expects a ProcessGroup of the ranks of the outer and the shard axis, 4",
+        "hybrid_fsdp_group expects a ProcessGroup of the ranks of the outer and the inner axis, 4",
         **HYBRID,
         dp_outer_dim="dp_outer",
         hybrid_fsdp_group=lambda mesh: mesh.get_group("dp_shard"),
     ),
     "hybrid group of other ranks": on_mesh(
-        "hybrid_fsdp_group expects a ProcessGroup of the ranks of the outer and the shard axis, 2",
+        "hybrid_fsdp_group expects a ProcessGroup of the ranks of the outer and the inner axis, 2",
         "but got [",
         names=("dp_outer", "dp_shard", "tp"),
         sizes=(2, 1, 2),
@@ -99,7 +99,7 @@ WRONG_CALLS: dict[str, WrongCall] = {
         hybrid_fsdp_expt_group=lambda mesh: mesh.get_group("dp"),
     ),
     "gather group of other ranks": on_mesh(
-        "fsdp_group_ag expects a ProcessGroup of the ranks of the shard axis, [",
+        "fsdp_group_ag expects a ProcessGroup of the ranks of the inner axis, [",
         **HYBRID,
         fsdp_group_ag=lambda mesh: mesh.get_group("dp_outer"),
     ),
@@ -118,7 +118,7 @@ WRONG_CALLS: dict[str, WrongCall] = {
         "expt_device_mesh expects a torch DeviceMesh but got str", expt_device_mesh="ep"
     ),
     "expert mesh without the shard axis": on_mesh(
-        "expt_device_mesh needs the shard axis 'dp'",
+        "expt_device_mesh needs the inner axis 'dp'",
         "('ep', 'tp')",
         names=("dp",),
         expt_device_mesh=lambda mesh: mesh_of("ep", "tp"),

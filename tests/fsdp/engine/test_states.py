@@ -53,7 +53,7 @@ def test_a_unit_follows_its_calls_through_a_backward_pass() -> None:
     unit.add_grad(nn.Parameter(torch.zeros(1)))
     assert unit.arrived
     unit.reset_backward()
-    assert (unit.state, second.state) == (BackwardState.IDLE, CallState.FORWARD)
+    assert (unit.state, second.state) == (BackwardState.IDLE, CallState.IDLE)
     assert not unit.arrived and not unit.is_in_backward
 
 

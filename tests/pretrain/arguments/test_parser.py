@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron.pretrain.arguments import all_flags, config_flags
 from megatron.pretrain.arguments.config_flags import Declared, known_flags
-from megatron.pretrain.arguments.flags import COMMON, Refused, integer, named, text
+from megatron.pretrain.arguments.flags import IN_SHORT_HELP, Refused, integer, named, text
 from megatron.pretrain.arguments.help_text import WIDTH, lines_of
 from megatron.pretrain.arguments.values import STATE_DTYPES, frequency
 from tests.support.pretrain.arguments.command_lines import (
@@ -127,7 +127,7 @@ def test_help_is_short_and_help_all_has_every_flag(capsys: pytest.CaptureFixture
     short, everything = shown("--help", capsys), shown("--help-all", capsys)
     every = [*chain.from_iterable(all_flags().values())]
     names_in_short = {line.split()[0] for line in short if line.startswith("  --")}
-    assert names_in_short == {flag.name for flag in every if COMMON in flag.rules}
+    assert names_in_short == {flag.name for flag in every if IN_SHORT_HELP in flag.rules}
     assert not [line for line in short if line.startswith("   ")], "a line for each"
     assert len(short) < 60
     names = {line.split()[0] for line in everything if line.startswith("  --")}

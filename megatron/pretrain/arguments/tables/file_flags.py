@@ -6,9 +6,9 @@ import argparse
 from megatron.pretrain.arguments.flags import (
     AT_LEAST_0,
     AT_LEAST_1,
-    COMMON,
     DEFAULT,
     DEPRECATED_DEFAULT,
+    IN_SHORT_HELP,
     SIZE,
     Flag,
     Idle,
@@ -73,9 +73,9 @@ def has_weights(args: argparse.Namespace) -> bool:
 
 FILE_FLAGS: dict[str, tuple[Flag, ...]] = {
     "checkpoints": (
-        text("--save", "directory, or URL, to save checkpoints in", COMMON),
+        text("--save", "directory, or URL, to save checkpoints in", IN_SHORT_HELP),
         switch("--overwrite", "begin anew in --save; what is there is moved aside", NEEDS_SAVE),
-        text("--load", "directory, or URL, to load the newest checkpoint from", COMMON),
+        text("--load", "directory, or URL, to load the newest checkpoint from", IN_SHORT_HELP),
         switch(
             "--no-load-fallback",
             "stop where the newest checkpoint is damaged",
@@ -85,7 +85,7 @@ FILE_FLAGS: dict[str, tuple[Flag, ...]] = {
         integer(
             "--save-interval",
             "iterations between saves; default: one at the end",
-            COMMON,
+            IN_SHORT_HELP,
             AT_LEAST_1,
         ),
         integer(
@@ -244,7 +244,12 @@ FILE_FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "data and tokenizer": (
         switch("--mock-data", "synthetic sequences"),
-        text("--data-path", "prefixes of data sets, or weights and prefixes", COMMON, nargs="*"),
+        text(
+            "--data-path",
+            "prefixes of data sets, or weights and prefixes",
+            IN_SHORT_HELP,
+            nargs="*",
+        ),
         text("--train-data-path", "the same, training only", nargs="*"),
         text("--valid-data-path", "the same, validation only", nargs="*"),
         text("--test-data-path", "the same, test only", nargs="*"),
@@ -270,7 +275,7 @@ FILE_FLAGS: dict[str, tuple[Flag, ...]] = {
         text(
             "--tokenizer-type",
             "default: as the data, the files or --mock-data say",
-            COMMON,
+            IN_SHORT_HELP,
             FOR_BERT,
             FOR_IMAGES,
             FOR_CONVERSATIONS,
@@ -281,7 +286,9 @@ FILE_FLAGS: dict[str, tuple[Flag, ...]] = {
                 *FOR_CONVERSATIONS.values,
             ),
         ),
-        text("--tokenizer-model", "folder or file of the tokenizer, as its type needs", COMMON),
+        text(
+            "--tokenizer-model", "folder or file of the tokenizer, as its type needs", IN_SHORT_HELP
+        ),
         integer(
             "--vocab-size",
             "tokens of NullTokenizer without its end, or of TikTokenizer",
