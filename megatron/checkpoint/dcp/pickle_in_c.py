@@ -4,16 +4,19 @@
 # [Note: what the unpickler in C may reach] It sets any attribute of any object that a pickle names,
 # of classes too (the opcode BUILD). So it gets no class of this process. In place of each data
 # class it gets a subclass made for this one load, which checks the fields that its instances are
-# given, and cannot be changed. In place of functions and enums it gets the look-up in a table, an
-# object without attributes. When all is read, instances get their own class. A pickle that names
-# anything else is left to the unpickler in Python, which reads more, and refuses by name.
+# given, and cannot be changed. In place of functions and enums it gets a look-up in a table, made
+# for this load; in place of members of enums it gets tokens, which have no attributes. When all is
+# read, instances get their own class. A pickle that names anything else is left to the unpickler in
+# Python, which reads more, and refuses by name. Names that a pickle keeps as values, which no
+# writer does, stay what is described here: metadata is checked by its types, and never called.
+#
+# Both unpicklers take memory as a pickle says, whose writer can ask for more than there is.
 
 from __future__ import annotations
 
 import io
 import pathlib
 import pickle
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -38,10 +41,11 @@ for _module in ("pathlib", "pathlib._local"):
     _DATA_CLASSES[_module, "PurePosixPath"] = pathlib.PurePosixPath
 
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-_MEMORY_FORMATS = {member.value: member for member in metadata._MEM_FORMAT_ENCODING}
-_LOOK_UPS: dict[tuple[str, str], Callable[[Any], Any]] = {
-    ("torch.serialization", "_get_layout"): _LAYOUTS.__getitem__,
-    (metadata.__name__, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMATS.__getitem__,
+_MEMORY_FORMAT_OF = {object(): member for member in metadata._MEM_FORMAT_ENCODING}  # by tokens
+_MEMORY_FORMATS = {member.value: token for token, member in _MEMORY_FORMAT_OF.items()}
+_TABLES: dict[tuple[str, str], dict[Any, Any]] = {
+    ("torch.serialization", "_get_layout"): _LAYOUTS,
+    (metadata.__name__, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMATS,
 }
 
 
@@ -66,49 +70,56 @@ class _Unpickler(pickle.Unpickler):
 
     def load(self) -> Any:
         """Return the value of the pickle."""
-        value = super().load()
-        for instance, kind in self._made:
-            object.__setattr__(instance, "__class__", kind)
-        return value
+        try:
+            value = super().load()
+            for instance, kind in self._made:
+                object.__setattr__(instance, "__class__", kind)
+            return value
+        finally:  # the classes, which are in cycles of their own, refer to the list
+            self._made.clear()
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for a name of the pickle."""
         if module == "torch":
-            value = getattr(torch, name, None)
+            value = vars(torch).get(name)  # torch's `__getattr__` would import modules
             if value is torch.Size or isinstance(value, torch.dtype):
                 return value
-        if (module, name) in _LOOK_UPS:
-            return _LOOK_UPS[module, name]
+        if (module, name) in _TABLES:
+            return _TABLES[module, name].__getitem__
         kind = _DATA_CLASSES.get((module, name))
         if kind is None:
             raise UnusualPickleError(f"the pickle names {module}.{name}")
         if kind not in self._loading:
-            self._loading[kind] = self._loading_class(kind)
+            self._loading[kind] = _loading_class(kind, self._made)
         return self._loading[kind]
 
-    def _loading_class(self, kind: Any) -> type:
-        """Return a subclass for the instances of ``kind`` of this load."""
-        names: set[str] = set()
-        if is_dataclass(kind):
-            names = {field.name for field in fields(kind)}
 
-        def new(cls: Any, *args: Any) -> Any:
-            if args and names:
-                raise UnusualPickleError(f"the pickle calls {kind.__qualname__}")
-            instance = kind.__new__(cls, *args)
-            self._made.append((instance, kind))
-            return instance
+def _loading_class(kind: Any, made: list[tuple[object, type]]) -> type:
+    """Return a subclass for the instances of ``kind`` of one load, which are added to ``made``."""
+    names: set[str] = set()
+    if is_dataclass(kind):
+        names = {field.name for field in fields(kind)}
 
-        def set_state(instance: Any, state: Any) -> None:
-            if kind is metadata.TensorProperties:
-                kind.__setstate__(instance, state)
-                return
-            if not isinstance(state, dict) or not names.issuperset(state):
-                raise UnusualPickleError(f"the pickle sets other fields of a {kind.__qualname__}")
-            vars(instance).update(state)
+    def new(cls: Any, *args: Any) -> Any:
+        if args and names:
+            raise UnusualPickleError(f"the pickle calls {kind.__qualname__}")
+        instance = kind.__new__(cls, *args)
+        made.append((instance, kind))
+        return instance
 
-        members = {"__slots__": (), "__new__": new, "__setstate__": set_state}
-        return _Unchangeable(kind.__name__, (kind,), members)
+    def set_state(instance: Any, state: Any) -> None:
+        if kind is metadata.TensorProperties:
+            dtype, layout, requires_grad, token, pin_memory = state
+            memory_format = _MEMORY_FORMAT_OF[token]
+            fields_of_state = (dtype, layout, requires_grad, memory_format, pin_memory)
+            kind.__setstate__(instance, fields_of_state)
+            return
+        if not isinstance(state, dict) or not names.issuperset(state):
+            raise UnusualPickleError(f"the pickle sets other fields of a {kind.__qualname__}")
+        vars(instance).update(state)
+
+    members = {"__slots__": (), "__new__": new, "__setstate__": set_state}
+    return _Unchangeable(kind.__name__, (kind,), members)
 
 
 def load(data: bytes) -> Any:

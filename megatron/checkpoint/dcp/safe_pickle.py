@@ -170,6 +170,10 @@ def _member(owner: Any, name: Any) -> Any:
     raise RefusedPickleError(f"the pickle asks for the attribute {name!r} of {owner!r}")
 
 
+# What all of the process shares: a pickle must not change it.
+_SHARED = (type, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
+
+
 class Unpickler(_PythonUnpickler):  # type: ignore[misc]
     """An unpickler that finds the classes on the list, stand-ins, and nothing else.
 
@@ -200,8 +204,8 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
             return _encode
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return getattr(pathlib, "Pure" + name.removeprefix("Pure"))
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
         # Early releases of Python 3.11 have signals so.
         if module == "signal" and name in signal.Signals.__members__:
             return signal.Signals[name]
@@ -218,13 +222,14 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
         """Give an object its state, a dict of fields.
 
         Raises:
-            RefusedPickleError: for a class or a function, which all of the process shares, and for
-                special attributes.
+            RefusedPickleError: for a class, a function or a member of an enum, which all of the
+                process shares, and for special attributes.
         """
         owner, state = self.stack[-2:]
-        if isinstance(owner, (type, types.FunctionType, types.BuiltinFunctionType)):
+        if isinstance(owner, _SHARED):
+            name = getattr(owner, "__qualname__", owner)
             raise RefusedPickleError(
-                f"the pickle changes {owner.__module__}.{owner.__qualname__}, which is not its own"
+                f"the pickle changes {owner.__module__}.{name}, which is not its own"
             )
         is_plain = isinstance(state, dict)
         if is_plain and any(str(name).startswith("__") for name in state):

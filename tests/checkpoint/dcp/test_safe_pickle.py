@@ -131,6 +131,11 @@ HOSTILE: dict[str, bytes | Callable[[Path], bytes]] = {
     + b"(N}"
     + text("__defaults__")
     + b")stb.",
+    "state of a member of an enum": EMPTY
+    + named("signal", "Signals")
+    + b"K\x0f\x85R}"
+    + text("_value_")
+    + b"K\x09sb.",
     "function of a stand-in's module": call(
         "megatron.core.rerun_state_machine", "getenv", text("HOME")
     ),
