@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickles of DCP's metadata, read by Python's unpickler in C, which is ten times as fast."""
+"""Pickles of DCP's metadata, read by Python's unpickler in C, which is five times as fast."""
 
 # [Note: what the unpickler in C may reach] It sets any attribute of any object that a pickle names,
 # of classes too (the opcode BUILD). So it gets no class of this process. In place of each data
