@@ -150,7 +150,7 @@ def change_state(
 
 
 class StateOwner(Generic[State]):
-    """A group, its gradients, a unit or a call, whose state changes as the table allows."""
+    """A group, a unit, a call, or gradients, whose state changes as the table allows."""
 
     state: State
 
