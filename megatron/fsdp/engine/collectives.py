@@ -67,7 +67,7 @@ class Transport:
             group: the ranks.
             async_op: return the work instead of waiting for it.
         """
-        work: Work | None
+        work: Work | None = None
         if len(fulls) == 1:
             work = _all_gather_single(fulls[0], shards[0], group=group, async_op=async_op)
             return work
@@ -79,9 +79,8 @@ class Transport:
                     shard.view(torch.uint8),
                     group=group,
                 )
-        if not async_op:
-            return None
-        work = coalesced
+        if async_op:
+            work = coalesced
         return work
 
     def reduce_scatter(
