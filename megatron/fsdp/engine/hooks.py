@@ -89,16 +89,16 @@ class UnitHooks:
         # Ids of the hooks on modules, which a copy of the module must not have.
         self.hook_ids: set[int] = set()
         self._on_parameters: list[RemovableHandle] = []
+        post_forward = torch.compiler.disable(self._post_forward)
         for unit in schedule.units:
-            self._hook_modules(unit)
+            self._hook_modules(unit, post_forward)
             for group in unit.groups:
                 self.unit_of.update(dict.fromkeys(group.parameters, unit))
                 if group.requires_grad:
                     self._hook_parameters(group.parameters)
 
-    def _hook_modules(self, unit: Unit) -> None:
+    def _hook_modules(self, unit: Unit, post_forward: Callable[..., Any]) -> None:
         pre_forward = torch.compiler.disable(partial(self._pre_forward, unit))
-        post_forward = torch.compiler.disable(self._post_forward)
         for module in unit.modules:
             before = module.register_forward_pre_hook(
                 pre_forward,
